@@ -420,10 +420,8 @@ def _place(
         param = params[index]
         position = _round_up(position, rules.param_align)
         if param.shared_embedding and bucket_is_open():
-            # The bucket before a shared embedding ends where that would have started, not at its last param's end; and
-            # where the dp size does not divide this place, its tail counts as unpadded (SPEC.md, "Own buckets").
-            if position % rules.dp_size:
-                position = _round_up(position, rules.bucket_end_align)
+            # The bucket before a shared embedding ends where that would have started, not at its last param's end
+            # (SPEC.md, "Own buckets"; corpus case v0161_toy_tied_shared_dp2_b1).
             bucket_start = position = close(position)
         starts.append(position)
         position += param.numel
