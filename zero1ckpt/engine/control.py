@@ -1,0 +1,149 @@
+"""The control plane: small Python objects between the CPUs of one data-parallel group.
+
+Used at construction, saving and loading, never for tensor bytes. It goes over the data group itself where that has a
+gloo backend for CPU tensors, else over a gloo group of the same ranks. Every call starts with a barrier that names the
+ranks that did not come in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.digest import crc64
+from ..core.errors import UsageError, Zero1CkptError
+
+__all__ = ["ControlPlane"]
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class ControlPlane:
+    """Gathers, broadcasts and compares. ``rank`` and ``size`` count within the group; one rank sends nothing.
+
+    All ranks of the group make it, and call its methods, in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> None:
+        self.timeout = timeout
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._group: dist.ProcessGroup | None = None
+        if group is not None and self.size > 1:
+            self._group = group if _has_gloo(group) else _gloo_beside(group)
+
+    def barrier(self, what: str = "control plane") -> None:
+        """Wait for all ranks. Raises ``Zero1CkptError`` that names the missing ones after ``timeout``."""
+        if self._group is None:
+            return
+        try:
+            dist.monitored_barrier(self._group, self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise Zero1CkptError(
+                f"{what}: not all ranks arrived within {self.timeout.total_seconds():g} s",
+                found=str(error).splitlines()[0],
+                hint="a rank failed, or did not make the same call",
+            ) from error
+
+    def gather(self, obj: Any, what: str = "gather") -> list[Any] | None:
+        """Every rank's object in rank order on rank 0, None elsewhere."""
+        if self._group is None:
+            return [obj]
+        self.barrier(what)
+        out: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(obj, out, dst=self._root, group=self._group)
+        return out
+
+    def all_gather(self, obj: Any, what: str = "all_gather") -> list[Any]:
+        """Every rank's object in rank order, on every rank."""
+        if self._group is None:
+            return [obj]
+        self.barrier(what)
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, obj, group=self._group)
+        return out
+
+    def broadcast(self, obj: Any, what: str = "broadcast") -> Any:
+        """Rank 0's object, on every rank."""
+        if self._group is None:
+            return obj
+        self.barrier(what)
+        box = [obj if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=self._root, group=self._group)
+        return box[0]
+
+    def agree(self, rows: Sequence[tuple[str, str]], what: str) -> None:
+        """Check that all ranks have the same ``rows`` of (name, description), in order; one digest is compared.
+
+        Raises ``UsageError`` on every rank; it names the first rank that differs from rank 0, and the first row.
+        """
+        if self._group is None:
+            return
+        digests = self.all_gather(crc64(repr(list(rows)).encode()), what)
+        if len(set(digests)) == 1:
+            return
+        table = self.all_gather(list(rows), what)
+        rank = next(k for k, digest in enumerate(digests) if digest != digests[0])
+        at = _first_difference(table[0], table[rank])
+        expected = _row_at(table[0], at)
+        found = _row_at(table[rank], at)
+        raise UsageError(
+            f"{what} differ between rank 0 and rank {rank}, first at position {at}",
+            param=found[0] or expected[0],
+            found=" ".join(found).strip() or "nothing",
+            expected=" ".join(expected).strip() or "nothing",
+            hint="all ranks must build the same model with the same options",
+        )
+
+    def raise_together(self, error: Zero1CkptError | None, what: str = "check") -> None:
+        """Raise this rank's ``error``, or the first other rank's with its rank named; return where all are None."""
+        report = None if error is None else (type(error), str(error))
+        reports = [report] if self._group is None else self.all_gather(report, what)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(reports):
+            if other is not None:
+                raise other[0](f"rank {rank}: {other[1]}")
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Element by element: does any rank have True? One message, no barrier."""
+        if self._group is None:
+            return list(flags)
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in tensor.tolist()]
+
+    @property
+    def _root(self) -> int:
+        assert self._group is not None
+        return dist.get_global_rank(self._group, 0)
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    return isinstance(backend, dist.ProcessGroupGloo)
+
+
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _first_difference(a: list[tuple[str, str]], b: list[tuple[str, str]]) -> int:
+    for at, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return at
+    return min(len(a), len(b))
+
+
+def _row_at(rows: list[tuple[str, str]], at: int) -> tuple[str, str]:
+    return rows[at] if at < len(rows) else ("", "")

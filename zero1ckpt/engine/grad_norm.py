@@ -1,0 +1,43 @@
+"""The global gradient norm and clipping by it, over shards that tile the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .collectives import Communicator
+
+__all__ = ["clip_by_norm", "global_norm"]
+
+CHUNK = 1 << 18
+"""Elements that are squared in float64 at a time: the float64 copy stays this small."""
+EPSILON = 1e-6
+"""Added to the norm before the division, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+
+def global_norm(shards: Iterable[torch.Tensor], comm: Communicator, device: torch.device) -> torch.Tensor:
+    """2-norm over all ranks' shards (1-D each) as a 0-d float64 tensor on ``device``, the same bits on every rank.
+
+    Each element counts once: shards are disjoint and padding is zero. Squares are summed in float64, ranks in rank
+    order. Nothing is read back to the host.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for shard in shards:
+        for chunk in torch.split(shard, CHUNK):
+            wide = chunk.double()
+            total += torch.dot(wide, wide)
+    rows = comm.gather_rows(total)
+    norm = rows[0]
+    for row in rows[1:]:
+        norm = norm + row
+    return norm.sqrt().squeeze(0)
+
+
+def clip_by_norm(shards: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Multiply every shard by ``min(1, max_norm / (norm + 1e-6))``, in place."""
+    factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    if factor.device.type == "cpu" and float(factor) == 1.0:
+        return
+    for shard in shards:
+        shard.mul_(factor.to(shard.dtype))

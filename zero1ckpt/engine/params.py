@@ -1,0 +1,229 @@
+"""What an optimizer is asked to train: its params in registration order, their specs, and the groups they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..core.errors import UnsupportedError, UsageError
+from ..model.state import ParamSpec
+from .naming import strip_wrappers
+
+__all__ = ["GroupInput", "ParamTable", "collect_params", "dtype_name", "dtype_of"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class GroupInput:
+    """One param group as given: positions of its params in the table, in the group's order, and its own options."""
+
+    members: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParamTable:
+    """Trained params in registration order. ``tensors[i]`` is the model's own param, ``specs[i]`` describes it."""
+
+    tensors: tuple[torch.Tensor, ...] = field(repr=False)
+    specs: tuple[ParamSpec, ...]
+    groups: tuple[GroupInput, ...]
+    device: torch.device
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Of the main params: float32, or float64 where the model is float64."""
+        return torch.float64 if self.specs[0].dtype == "float64" else torch.float32
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, everything that all ranks must agree on), one a param."""
+        return [
+            (s.name, f"shape {s.shape} {s.dtype} grads {s.grad_dtype} group {s.group} shared {s.shared_embedding}")
+            for s in self.specs
+        ]
+
+
+@dataclass
+class _Entry:
+    tensor: torch.Tensor
+    name: str | None
+    group: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of ``dtype_name``."""
+    dtype = getattr(torch, name, None)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def collect_params(source: Any, model: nn.Module | None, grad_dtype: torch.dtype | str | None) -> ParamTable:
+    """Read ``source`` (a model, tensors, (name, tensor) pairs, or group dicts of either), leaving frozen params out.
+
+    A tensor that stands under several names is one param under its first name. Raises ``UsageError`` for no trainable
+    params, a param in two groups, a name given twice and a tensor that is not in ``model``; ``UnsupportedError`` for
+    params on several devices or on meta, and dtypes that are not real floating point of 16 to 64 bits.
+    """
+    if isinstance(source, nn.Module):
+        model, source = source, list(source.parameters())
+    groups = _groups(source)
+    entries = _entries(groups)
+    names = _names([e for e in entries if e.tensor.requires_grad], model)
+    trained = [e for e in entries if e.tensor.requires_grad]
+    if not trained:
+        raise UsageError("no params to train", found=f"{len(entries)} params, none with requires_grad=True")
+    order = _registration_order(trained, model)
+    trained = [trained[i] for i in order]
+    names = [names[i] for i in order]
+    _check_names(names)
+    _check_tensors(trained, names)
+    specs = tuple(_spec(e, name, grad_dtype) for e, name in zip(trained, names, strict=True))
+    position = {id(e.tensor): i for i, e in enumerate(trained)}
+    inputs = tuple(
+        GroupInput(
+            tuple(position[id(e.tensor)] for e in entries if e.group == i and id(e.tensor) in position),
+            {key: value for key, value in group.items() if key not in ("params", "param_names")},
+        )
+        for i, group in enumerate(groups)
+    )
+    return ParamTable(tuple(e.tensor for e in trained), specs, inputs, trained[0].tensor.device)
+
+
+def _groups(source: Any) -> list[dict[str, Any]]:
+    if isinstance(source, torch.Tensor | set | str) or not isinstance(source, Iterable):
+        raise UsageError(
+            "params have no order",
+            found=type(source).__name__,
+            expected="a model, params, (name, param) pairs or groups",
+        )
+    items = list(source)
+    if not items:
+        raise UsageError("no params to train", found="an empty list")
+    if any(isinstance(item, nn.Module) for item in items):
+        raise UnsupportedError("several model chunks in one optimizer", hint="pass one model, or groups of params")
+    if not isinstance(items[0], dict):
+        return [{"params": items}]
+    for at, group in enumerate(items):
+        if not isinstance(group, dict) or "params" not in group:
+            raise UsageError(
+                f"param group {at} is malformed", found=type(group).__name__, expected="a dict with 'params'"
+            )
+    return items
+
+
+def _entries(groups: list[dict[str, Any]]) -> list[_Entry]:
+    """One entry a distinct tensor, in the order of the groups."""
+    seen: dict[int, _Entry] = {}
+    for at, group in enumerate(groups):
+        members = group["params"]
+        if isinstance(members, set):
+            raise UsageError(f"param group {at} has no order", found="a set", expected="a list of params")
+        for item in [members] if isinstance(members, torch.Tensor) else list(members):
+            name, tensor = item if isinstance(item, tuple) else (None, item)
+            if not isinstance(tensor, torch.Tensor):
+                raise UsageError(f"param group {at} holds what is no param", found=type(tensor).__name__)
+            first = seen.setdefault(id(tensor), _Entry(tensor, name, at))
+            if first.group != at:
+                raise UsageError(
+                    f"param is in groups {first.group} and {at}",
+                    param=name or first.name,
+                    found=f"shape {tuple(tensor.shape)}",
+                )
+    return list(seen.values())
+
+
+def _names(entries: list[_Entry], model: nn.Module | None) -> list[str]:
+    known: dict[int, str] = {}
+    if model is not None:
+        named = list(model.named_parameters())
+        known = dict(zip((id(p) for _, p in named), strip_wrappers([name for name, _ in named]), strict=True))
+    given = [e.name for e in entries]
+    stripped = iter(strip_wrappers([name for name in given if name is not None]))
+    names = []
+    for at, entry in enumerate(entries):
+        if entry.name is not None:
+            names.append(next(stripped))
+        elif model is None:
+            names.append(f"params.{at}")
+        elif id(entry.tensor) in known:
+            names.append(known[id(entry.tensor)])
+        else:
+            raise UsageError(
+                f"param {at} of the groups is not in the model", found=f"shape {tuple(entry.tensor.shape)}"
+            )
+    return names
+
+
+def _registration_order(entries: list[_Entry], model: nn.Module | None) -> list[int]:
+    """Positions of ``entries`` in the model's registration order; what the model does not know comes last."""
+    if model is None:
+        return list(range(len(entries)))
+    place = {id(p): i for i, p in enumerate(model.parameters())}
+    return sorted(range(len(entries)), key=lambda i: place.get(id(entries[i].tensor), len(place)))
+
+
+def _check_names(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise UsageError("two params have this name", param=name)
+        seen.add(name)
+
+
+def _check_tensors(entries: list[_Entry], names: list[str]) -> None:
+    device = entries[0].tensor.device
+    float64 = entries[0].tensor.dtype == torch.float64
+    for entry, name in zip(entries, names, strict=True):
+        tensor = entry.tensor
+        if is_lazy(tensor):
+            raise UsageError("param has no shape yet", param=name, hint="run the lazy module once first")
+        if tensor.device.type == "meta":
+            raise UnsupportedError("param is on the meta device", param=name, hint="materialise the model first")
+        if tensor.device != device:
+            raise UnsupportedError("params are on several devices", param=name, found=tensor.device, expected=device)
+        if tensor.layout != torch.strided or _wraps_others(tensor):
+            raise UnsupportedError("param is no plain dense tensor", param=name, found=type(tensor).__name__)
+        if tensor.dtype not in _DTYPES:
+            expected = ", ".join(map(dtype_name, _DTYPES))
+            raise UnsupportedError("param dtype", param=name, found=dtype_name(tensor.dtype), expected=expected)
+        if (tensor.dtype == torch.float64) != float64:
+            raise UnsupportedError("float64 params among others", param=name, found=dtype_name(tensor.dtype))
+        if not tensor.is_leaf:
+            raise UsageError("param is not a leaf tensor", param=name)
+        if getattr(tensor, "allreduce", True) is False:
+            raise UnsupportedError("expert params (allreduce=False) need an expert_group", param=name)
+
+
+def _wraps_others(tensor: torch.Tensor) -> bool:
+    """True for DTensor, quantised tensors and the like."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def _spec(entry: _Entry, name: str, grad_dtype: torch.dtype | str | None) -> ParamSpec:
+    tensor = entry.tensor
+    dtype = dtype_name(tensor.dtype)
+    grads = _grad_dtype(dtype, grad_dtype)
+    shared = bool(getattr(tensor, "shared_embedding", False))
+    return ParamSpec(name, tuple(tensor.shape), dtype, grads, entry.group, False, shared)
+
+
+def _grad_dtype(dtype: str, wanted: torch.dtype | str | None) -> str:
+    """float32 for 16-bit params and the param's own for others, unless told; float64 params have float64 grads."""
+    if wanted is None:
+        return "float64" if dtype == "float64" else "float32"
+    name = dtype_name(wanted) if isinstance(wanted, torch.dtype) else wanted
+    allowed = ("float64",) if dtype == "float64" else ("float32", "bfloat16", "float16")
+    if name not in allowed:
+        raise UsageError(f"grad_dtype for {dtype} params", found=name, expected=" or ".join(allowed))
+    return name

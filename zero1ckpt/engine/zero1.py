@@ -1,0 +1,317 @@
+"""``Zero1Optimizer``: optimizer state sharded over data-parallel ranks (ZeRO-1), in Megatron-Core's buffer layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.errors import UnsupportedError, UsageError, Zero1CkptError
+from ..core.layout import Layout, layout_params
+from ..model.state import MAIN_PARAM, ParamSpec, Scalar, SlotSpec
+from .base import hyper_parameters
+from .buffers import make_buffers
+from .collectives import Communicator, Pending, make_communicator
+from .control import ControlPlane
+from .hooks import GradCollector
+from .inner_state import InnerFactory, InnerTemplate, probe_inner
+from .live import plain_groups, update_group
+from .mixed_precision import MixedPrecisionOptimizer
+from .options import EngineOptions, layout_rules, refuse_unsupported
+from .params import ParamTable, collect_params
+from .shards import OwnedFragment, ShardStore, owned_fragments
+from .slot_state import SlotState, require_same_length
+
+__all__ = ["OwnedFragment", "Zero1Optimizer"]
+
+
+class Zero1Optimizer(MixedPrecisionOptimizer):
+    """An elementwise torch optimizer over 1/dp_size of every bucket.
+
+    ``params``: a model, params, (name, param) pairs, or group dicts of either. ``optimizer_class``: the inner
+    optimizer's class, which gets ``options``. Gradients are averaged over ``process_group`` (default: the default
+    group; without one, one rank). Params start with rank 0's values.
+
+    Raises ``UsageError`` and ``UnsupportedError`` on every rank when one rank's arguments are wrong or differ.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: InnerFactory,
+        *,
+        model: nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        expert_group: dist.ProcessGroup | None = None,
+        name: str = "",
+        bucket_size: int | str | None = None,
+        grad_dtype: torch.dtype | str | None = None,
+        loss_scale: float | str | None = None,
+        max_grad_norm: float | None = None,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        reduce: str = "mean",
+        unused: str = "zero",
+        num_distributed_optimizer_instances: int = 1,
+        offload: bool = False,
+        elementwise: bool | None = None,
+        **options: Any,
+    ) -> None:
+        group = _data_group(process_group)
+        self.name = name
+        self.process_group = group
+        self.control = ControlPlane(group)
+        self.rank, self.dp_size = self.control.rank, self.control.size
+
+        def read() -> tuple[EngineOptions, ParamTable, InnerTemplate]:
+            refuse_unsupported(
+                expert_group=(expert_group, None),
+                loss_scale=(loss_scale, None),
+                reduce=(reduce, "mean"),
+                num_distributed_optimizer_instances=(num_distributed_optimizer_instances, 1),
+                offload=(offload, False),
+            )
+            if elementwise is False:
+                raise UnsupportedError(
+                    "an optimizer that is not elementwise cannot be sharded", found="elementwise=False"
+                )
+            engine = EngineOptions(bucket_size, overlap_grad_reduce, overlap_param_gather, unused)
+            table = collect_params(params, model, grad_dtype)
+            scratch = torch.empty(0, dtype=table.main_dtype, device=table.device)
+            return engine, table, probe_inner(optimizer_class, [g.options for g in table.groups], options, scratch)
+
+        self.options: EngineOptions
+        self._table: ParamTable
+        self.options, self._table, template = _read_together(self.control, read)
+        self._agree(template)
+        self._build(optimizer_class, template, options, max_grad_norm)
+
+    # ----------------------------------------------------------------------------------------------------- construction
+
+    def _agree(self, template: InnerTemplate) -> None:
+        head = [("", f"{template.name} {self.options} groups {len(self._table.groups)}")]
+        self.control.agree(head, "optimizers")
+        self.control.agree(self._table.rows(), "params")
+
+    def _build(
+        self, factory: InnerFactory, template: InnerTemplate, options: Mapping[str, Any], max_grad_norm: float | None
+    ) -> None:
+        table = self._table
+        self.layout: Layout = layout_params(table.specs, layout_rules(self.options, self.dp_size))
+        self.buffers = make_buffers(self.layout, table.tensors, table.device)
+        comm = make_communicator(self.process_group, table.device)
+        for buffer in self.buffers:
+            comm.broadcast(buffer.params)
+        self._store = ShardStore(self.layout, self.buffers, comm, table.main_dtype)
+        self.fragments = owned_fragments(self.layout, table.specs, self._store, comm.rank)
+        self._copy_model_to_main(comm)
+        self._collector = GradCollector(table.tensors, [s.name for s in table.specs], self.buffers)
+        self._main_grads: list[list[torch.Tensor]] = []
+        self._unused: tuple[int, ...] = ()
+        self._synced = True
+        self._loaded_scalars: Sequence[Mapping[str, Scalar]] = ()
+        by_index = {f.index: f for f in self.fragments}
+        inner = factory(
+            [{**g.options, "params": [by_index[i].main for i in g.members if i in by_index]} for g in table.groups],
+            **options,
+        )
+        super().__init__(
+            inner,
+            [[table.tensors[i] for i in g.members] for g in table.groups],
+            {table.tensors[f.index]: f.main for f in self.fragments},
+            comm=comm,
+            device=table.device,
+            max_grad_norm=max_grad_norm,
+        )
+        self._slots = SlotState(inner, template, self._store, self.fragments)
+
+    @property
+    def param_specs(self) -> tuple[ParamSpec, ...]:
+        """In registration order."""
+        specs: tuple[ParamSpec, ...] = self._table.specs
+        return specs
+
+    @property
+    def communicator(self) -> Communicator:
+        return self.comm
+
+    # ---------------------------------------------------------------------------------------------------- accumulation
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are only added up inside. Reduction happens in ``step()``, so this marks micro-batches, no more."""
+        before, self._synced = self._synced, False
+        try:
+            yield
+        finally:
+            self._synced = before
+
+    def copy_grads_to_main(self) -> None:
+        """Reduce-scatter every bucket; sums of 16-bit gradients go to float32 shards that live until the step ends."""
+        self._collector.check_owned()
+        self._collector.sweep()
+        self._collector.close()
+        self._unused = self._agree_unused()
+        self._main_grads = self._allocate_main_grads()
+        pending: Pending | None = None
+        for buffer, shards in zip(self.buffers, self._main_grads, strict=True):
+            for bucket, shard in enumerate(shards):
+                following = self.comm.begin_reduce_scatter(buffer.bucket_of_grads(bucket), shard)
+                if pending is not None:
+                    pending.wait()
+                pending = following
+        if pending is not None:
+            pending.wait()
+
+    def _agree_unused(self) -> tuple[int, ...]:
+        """Params without a gradient on any rank, by index; one small message between CPUs."""
+        arrived = self.control.any_of(self._collector.arrived)
+        return tuple(index for index, came in enumerate(arrived) if not came)
+
+    def _allocate_main_grads(self) -> list[list[torch.Tensor]]:
+        """Where sums go, by buffer and bucket: this rank's slice of the bucket, or a tensor of the main dtype."""
+        return [
+            [self._main_grad(buffer.bucket_of_grads(b)) for b in range(buffer.layout.bucket_count)]
+            for buffer in self.buffers
+        ]
+
+    def _main_grad(self, bucket: torch.Tensor) -> torch.Tensor:
+        own = self.comm.own(bucket)
+        return own if own.dtype == self._table.main_dtype else torch.empty_like(own, dtype=self._table.main_dtype)
+
+    def main_grad_shards(self) -> Sequence[torch.Tensor]:
+        """The reduced gradient of this rank, one 1-D tensor a bucket; empty before it was reduced."""
+        return [shard for shards in self._main_grads for shard in shards]
+
+    def drop_grads(self) -> None:
+        self._collector.reset()
+        self._main_grads = []
+        for fragment in self.fragments:
+            fragment.main.grad = None
+
+    def unused_names(self) -> tuple[str, ...]:
+        return tuple(self._table.specs[i].name for i in self._unused)
+
+    # ---------------------------------------------------------------------------------------------------------- update
+
+    def update_main_params(self) -> None:
+        left_out = set(self._unused) if self.options.unused == "skip" else set()
+        for fragment in self.fragments:
+            if fragment.index in left_out or not self._table.tensors[fragment.index].requires_grad:
+                fragment.main.grad = None
+            else:
+                local = fragment.local
+                shard = self._main_grads[fragment.buffer][fragment.bucket]
+                fragment.main.grad = shard[local.start : local.end]
+        self.inner.step()
+        self._slots.after_step()
+
+    def copy_main_to_model(self) -> None:
+        """Cast this rank's main params into its slices of the param buffers, and gather the others'."""
+        waiting = []
+        for number, buffer in enumerate(self.buffers):
+            for bucket in range(buffer.layout.bucket_count):
+                whole = buffer.bucket_of_params(bucket)
+                own, main = self.comm.own(whole), self._store.shard(MAIN_PARAM, number, bucket)
+                if own.dtype != main.dtype:
+                    own.copy_(main)
+                waiting.append(self.comm.begin_all_gather(whole))
+        for pending in waiting:
+            pending.wait()
+        torch.autograd.graph.increment_version(self._table.tensors)
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Main params from the model's, cast up; to be called on all ranks after something else wrote to the model."""
+        self._copy_model_to_main(self.comm)
+
+    @torch.no_grad()
+    def _copy_model_to_main(self, comm: Communicator) -> None:
+        for number, buffer in enumerate(self.buffers):
+            for bucket in range(buffer.layout.bucket_count):
+                own = comm.own(buffer.bucket_of_params(bucket))
+                main = self._store.shard(MAIN_PARAM, number, bucket)
+                if own.dtype != main.dtype:
+                    main.copy_(own)
+
+    # ------------------------------------------------------------------------------------------ the state, for storage
+
+    def shard(self, slot: str, buffer: int, bucket: int) -> torch.Tensor:
+        """This rank's contiguous 1-D shard of ``slot``, no copy, padding zero. ``KeyError`` for an unknown slot."""
+        return self._store.shard(slot, buffer, bucket)
+
+    def slot_specs(self) -> tuple[SlotSpec, ...]:
+        """Elementwise slots that exist, ``fp32_param`` first, the same on all ranks."""
+        return self._slots.slot_specs()
+
+    def local_scalars(self) -> dict[int, dict[str, Scalar]]:
+        """Scalar slots by param index, for params that this rank owns a part of."""
+        return self._slots.scalars()
+
+    def local_absent(self) -> set[tuple[int, str]]:
+        """(param index, slot) of owned params that have no value in a slot of ``slot_specs``."""
+        return self._slots.absent()
+
+    def group_values(self) -> tuple[dict[str, Any], ...]:
+        """Hyper-parameters of each group, without params; 0-d tensors as numbers."""
+        return plain_groups(self.param_groups)
+
+    @torch.no_grad()
+    def begin_load(
+        self,
+        slots: Sequence[SlotSpec],
+        absent: AbstractSet[tuple[int, str]],
+        scalars: Sequence[Mapping[str, Scalar]],
+    ) -> None:
+        """Make room for ``slots``, so that the caller can fill ``shard(...)`` in place; then ``finish_load``.
+
+        ``absent``: (param index, slot) that have no value. ``scalars[i]``: scalar state of param ``i``. State that
+        is not given is as before the first step. Raises ``UnsupportedError``, with nothing changed, for a slot or
+        scalar that the inner optimizer does not have, and for a dtype other than its own.
+        """
+        self._slots.begin_load(slots, absent, scalars)
+        self._loaded_scalars = scalars
+
+    @torch.no_grad()
+    def finish_load(self, step: int, groups: Sequence[Mapping[str, Any]] | None) -> None:
+        """Put main params into the model (cast once, gathered), hyper-parameters into the groups, ``step`` into place.
+
+        A param whose source has slots but no ``step`` scalar gets ``step``. ``groups``: one mapping a group in order,
+        or None to keep those of this run. Gradients are dropped.
+        """
+        if groups is not None:
+            require_same_length(groups, len(self.param_groups))
+            for public, values in zip(self.param_groups, groups, strict=True):
+                update_group(public, hyper_parameters(values))
+            self.push_hyper_parameters()
+        self._slots.fill_missing_step(step, self._loaded_scalars)
+        self._loaded_scalars = ()
+        self.applied_steps = step
+        self.copy_main_to_model()
+        self.zero_grad()
+
+
+def _data_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The given group, the default one, or None where nothing is initialised. ``UsageError`` for a stranger to it."""
+    if given is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if dist.get_rank(given) < 0:
+        raise UsageError("this rank is not in process_group", found=f"global rank {dist.get_rank()}")
+    return given
+
+
+def _read_together(control: ControlPlane, read: Any) -> Any:
+    """The result of ``read`` on this rank; every rank raises when one does."""
+    error: Zero1CkptError | None = None
+    made = None
+    try:
+        made = read()
+    except Zero1CkptError as found:
+        error = found
+    control.raise_together(error, "construction of the optimizer")
+    return made
