@@ -1,1 +1,43 @@
-"""ZeRO-1 training and checkpoints whose optimizer state moves between any data-parallel and bucket sizes."""
+"""ZeRO-1 training and checkpoints whose optimizer state moves between any data-parallel and bucket sizes.
+
+Names are imported when they are used, so that reading a checkpoint's manifest does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .core.errors import Zero1CkptError
+from .core.ranges import Range
+
+if TYPE_CHECKING:
+    from .api import Checkpoint, open, reshard, verify, write
+    from .training import SaveHandle, Zero1Optimizer, save
+
+__version__ = "0.1.0"
+__all__ = [
+    "Checkpoint",
+    "Range",
+    "SaveHandle",
+    "Zero1CkptError",
+    "Zero1Optimizer",
+    "open",
+    "reshard",
+    "save",
+    "verify",
+    "write",
+]
+
+_HOMES = {"Zero1Optimizer": "training", "save": "training", "SaveHandle": "training"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

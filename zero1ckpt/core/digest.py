@@ -14,7 +14,16 @@ from functools import lru_cache
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
-__all__ = ["CHECKSUM", "crc64", "crc64_zeros", "format_digest", "merge_digests", "parse_digest", "shift", "tensor_digest"]
+__all__ = [
+    "CHECKSUM",
+    "crc64",
+    "crc64_zeros",
+    "format_digest",
+    "merge_digests",
+    "parse_digest",
+    "shift",
+    "tensor_digest",
+]
 
 CHECKSUM = "crc64nvme"
 """Name of the checksum, as it stands in manifests and file headers."""

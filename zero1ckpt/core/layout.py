@@ -208,7 +208,7 @@ class BufferLayout:
 
     @cached_property
     def shard_offset(self) -> IntColumn:
-        """Start of each bucket's shard when a rank's shards of this buffer are laid end to end; one more for the end."""
+        """Start of each bucket's shard when a rank's shards are laid end to end; one more for the end."""
         return np.concatenate(([0], np.cumsum(self.shard_numel))).astype(np.int64)
 
     @cached_property

@@ -1,0 +1,191 @@
+"""A committed checkpoint as found on disk: its manifest, proved, and a catalog for each part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import quote
+
+from ..core.errors import CorruptError, MissingError, UnsupportedError, Zero1CkptError
+from ..core.layout import layout_params
+from ..model.catalog import Catalog
+from ..model.manifest import MANIFEST_NAME, FileEntry, Manifest, PartManifest, decode_manifest
+from ..model.protocols import Format
+from ..registry import find_container, find_format
+from ..resharding.files import FileSource
+from ..storage.local import LocalStore
+from ..storage.staging import find_leftovers
+
+__all__ = ["EXTRA_FILE", "MODEL_FILE", "Stored", "describe", "part_prefix", "rank_extra_file", "resolve"]
+
+EXTRA_FILE = "extra.safetensors"
+MODEL_FILE = "model.safetensors"
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+
+
+def rank_extra_file(rank: int, ranks: int) -> str:
+    return f"rank_extra-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def part_prefix(part: str) -> str:
+    """Folder of a part's blobs; the only part of a checkpoint, "", lies in the root."""
+    return f"part-{quote(part, safe='')}/" if part else ""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint on disk. ``manifest_digest`` is the checksum of the manifest's bytes: it names the save."""
+
+    path: Path
+    store: LocalStore
+    manifest: Manifest
+    manifest_digest: str
+    format: Format
+    catalogs: Mapping[str, Catalog]
+
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        return {entry.path: entry for entry in self.manifest.files}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.manifest.files)
+
+    def source(self, part: str) -> FileSource:
+        return FileSource(self.store, self.catalogs[part], self.format, self.files)
+
+    def part(self, name: str) -> PartManifest:
+        return next(part for part in self.manifest.parts if part.name == name)
+
+    def other_files(self) -> list[FileEntry]:
+        """Files that hold no blob of a part: extra, rank-bound state, the model's own tensors."""
+        blobs = {c.placement.blob_key(b) for c in self.catalogs.values() for b in range(c.placement.blob_count)}
+        return [entry for entry in self.manifest.files if entry.path not in blobs]
+
+    def check_files(self) -> None:
+        """Raises ``MissingError`` or ``CorruptError`` for the first file that is not there in its full size."""
+        for entry in self.manifest.files:
+            nbytes = self.store.size(entry.path)
+            if nbytes != entry.bytes:
+                raise CorruptError(
+                    "the file is truncated" if nbytes < entry.bytes else "the file is longer than it should be",
+                    file=self.store.label(entry.path),
+                    found=f"{nbytes} bytes",
+                    expected=f"{entry.bytes} bytes",
+                    hint="restore it from a copy",
+                )
+
+
+def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Stored:
+    """Reads the manifest of a checkpoint or run folder; no tensor byte.
+
+    Raises ``MissingError`` where there is no committed checkpoint, ``CorruptError`` or ``UnsupportedError`` where it
+    cannot be understood, and, with ``check_files``, where a file is missing or of another size.
+    """
+    folder = resolve(Path(path))
+    store = LocalStore(folder)
+    read = decode_manifest(store.read(MANIFEST_NAME), folder / MANIFEST_NAME)
+    manifest = read.manifest
+    plugin = find_format(manifest.format)
+    find_container(plugin, manifest.container)
+    try:
+        catalogs = {part.name: _catalog(plugin, part) for part in manifest.parts}
+    except (ValueError, ArithmeticError) as error:
+        if isinstance(error, UnsupportedError):
+            raise
+        raise CorruptError(f"the manifest is inconsistent: {error}", file=folder / MANIFEST_NAME) from error
+    stored = Stored(folder, store, manifest, read.digest, plugin, catalogs)
+    _check_listing(stored)
+    if check_files:
+        stored.check_files()
+    return stored
+
+
+def _catalog(plugin: Format, part: PartManifest) -> Catalog:
+    state = part.state()
+    rules = part.rules()
+    if rules is None:
+        raise ValueError(f"part {part.name!r} states no layout")
+    catalog = plugin.plan(state, layout_params(state.params, rules), part.name, part_prefix(part.name))
+    return Catalog(
+        catalog.format,
+        catalog.container,
+        part.name,
+        state,
+        catalog.layout,
+        catalog.placement,
+        part.tensor_digests(),
+    )
+
+
+def _check_listing(stored: Stored) -> None:
+    """Every blob that the layout says must be listed."""
+    for catalog in stored.catalogs.values():
+        for blob in range(catalog.placement.blob_count):
+            key = catalog.placement.blob_key(blob)
+            if key not in stored.files:
+                raise CorruptError(
+                    "the manifest does not list a file that its layout needs",
+                    file=stored.path / MANIFEST_NAME,
+                    expected=key,
+                )
+
+
+def resolve(path: Path) -> Path:
+    """The folder of the checkpoint that ``path`` means: itself, or the one that a run folder's pointer names.
+
+    Raises ``MissingError`` that says what is there instead.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    if not os.path.lexists(path):
+        raise MissingError("there is nothing here", file=path, hint=_half_made(path) or "check the path")
+    if not path.is_dir():
+        raise MissingError("this is a file, and a checkpoint is a folder", file=path, hint="give its folder")
+    for pointer in _POINTERS:
+        if (path / pointer).is_file():
+            return _follow(path, pointer)
+    raise MissingError(
+        "there is no committed checkpoint here",
+        file=path,
+        expected=MANIFEST_NAME,
+        hint=_half_made(path) or _inside(path) or "check the path",
+    )
+
+
+def _follow(run: Path, pointer: str) -> Path:
+    try:
+        name = (run / pointer).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingError(f"the pointer cannot be read: {error}", file=run / pointer) from error
+    for candidate in (name, f"iter_{name:0>7}"):
+        if candidate and "/" not in candidate and (run / candidate / MANIFEST_NAME).is_file():
+            return run / candidate
+    raise MissingError(
+        "the pointer names no committed checkpoint",
+        file=run / pointer,
+        found=name,
+        hint=_inside(run) or "correct it",
+    )
+
+
+def _half_made(path: Path) -> str | None:
+    for leftover in find_leftovers(path):
+        if leftover.dst == path:
+            if leftover.owner:
+                return f"{leftover.owner} is writing it; wait for it"
+            return f"a half-made one is beside it: go on with --resume, or `zero1ckpt clean {path}`"
+    if path.name.endswith(".zero1ckpt-partial"):
+        return "this is a half-made one: go on with --resume, or remove it with `zero1ckpt clean`"
+    return None
+
+
+def _inside(path: Path) -> str | None:
+    try:
+        committed = sorted(p.name for p in path.iterdir() if (p / MANIFEST_NAME).is_file())
+    except (OSError, Zero1CkptError):
+        return None
+    return f"committed checkpoints in it: {', '.join(committed[-5:])}" if committed else None

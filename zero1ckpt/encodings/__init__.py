@@ -1,0 +1,1 @@
+"""How a payload lies inside an object."""

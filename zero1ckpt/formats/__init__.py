@@ -1,0 +1,1 @@
+"""Native formats, one file each."""

@@ -1,0 +1,1 @@
+"""The one copy loop: joins two catalogs into a plan, and executes it."""

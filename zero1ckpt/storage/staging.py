@@ -1,0 +1,279 @@
+"""A folder appears whole or not at all.
+
+A writer of ``DST`` works in ``.DST.zero1ckpt-partial`` beside it and holds ``.DST.zero1ckpt-lock``. The folder is
+renamed to ``DST`` when its manifest is in it and everything is durable; to replace an existing ``DST`` the two folders
+change places in one system call, so a kill at any moment leaves the old or the new one. The kernel drops the lock with
+its owner, so leftovers of a dead writer are told from the work of a live one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import OutputError
+from .local import fsync_folder, writing
+
+__all__ = ["Leftover", "Staging", "find_leftovers", "partial_path", "refuse_existing", "remove_leftover", "staged"]
+
+_PARTIAL = ".zero1ckpt-partial"
+_LOCK = ".zero1ckpt-lock"
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def partial_path(dst: Path) -> Path:
+    return dst.parent / f".{dst.name}{_PARTIAL}"
+
+
+def lock_path(dst: Path) -> Path:
+    return dst.parent / f".{dst.name}{_LOCK}"
+
+
+class Staging:
+    """The half-made ``dst``. One writer at a time; use ``publish`` or ``abandon``, or leave it for a resume.
+
+    ``job`` says what is being written; with ``resume`` what a dead writer of the same job left is kept, otherwise
+    leftovers of dead writers are removed. Raises ``OutputError`` where ``dst`` exists and is not ``overwrite``d, where
+    another live writer is at work, or where the folder may not be written.
+    """
+
+    def __init__(self, dst: Path, job: dict[str, Any], *, overwrite: bool = False, resume: bool = False) -> None:
+        self.dst = dst
+        self.root = partial_path(dst)
+        self.overwrite = overwrite
+        self._lock_fd = -1
+        self._made: list[Path] = []
+        with writing(dst):
+            refuse_existing(dst, overwrite)
+            self._made = _make_parents(dst.parent)
+            try:
+                previous = self._lock(job)
+                kept = resume and previous == job and self.root.is_dir()
+                if self.root.exists() and not kept:
+                    shutil.rmtree(self.root)
+                self.root.mkdir(exist_ok=True)
+                self._write_job(job)
+            except BaseException:
+                self._unlock()
+                self._remove_made()
+                raise
+        self.resumed = kept
+
+    def path(self, key: str) -> Path:
+        """Where a file of the folder is written; parents are made."""
+        path = self.root / key
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Writes the last file, makes all durable and moves the folder into place."""
+        with writing(self.dst):
+            last = self.root / name
+            aside = self.root / f".{name}.part"
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(last)
+            for folder, _, _ in os.walk(self.root):
+                fsync_folder(Path(folder))
+            refuse_existing(self.dst, self.overwrite)
+            self._move_into_place()
+            fsync_folder(self.dst.parent)
+            shutil.rmtree(self.root, ignore_errors=True)  # what was replaced
+            self._unlock(remove=True)
+
+    def abandon(self) -> None:
+        """Removes everything that was made, the missing parents included."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self._unlock(remove=True)
+        self._remove_made()
+
+    def leave(self) -> None:
+        """Leaves what was made for a later resume."""
+        self._unlock()
+
+    def _move_into_place(self) -> None:
+        if not self.dst.exists() or not any(self.dst.iterdir()):
+            os.rename(self.root, self.dst)
+        elif not _exchange(self.root, self.dst):
+            # Without an atomic exchange there is a moment without DST; both folders exist throughout.
+            aside = self.dst.parent / f".{self.dst.name}.zero1ckpt-old{_PARTIAL}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(self.dst, aside)
+            os.rename(self.root, self.dst)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _lock(self, job: dict[str, Any]) -> dict[str, Any] | None:
+        """Takes the lock; returns the job of the dead writer that had it."""
+        path = lock_path(self.dst)
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                owner = _read_lock(fd).get("owner", {})
+                os.close(fd)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                raise OutputError(
+                    f"another writer is at work here: process {owner.get('pid')} on {owner.get('host')}",
+                    file=self.dst,
+                    hint="wait for it or choose another place",
+                ) from None
+            try:
+                current = os.stat(path).st_ino
+            except FileNotFoundError:
+                current = -1
+            if os.fstat(fd).st_ino == current:
+                self._lock_fd = fd
+                job_of_dead = _read_lock(fd).get("job")
+                return job_of_dead if isinstance(job_of_dead, dict) else None
+            os.close(fd)  # its last owner has just removed the file: try again with the new one
+
+    def _write_job(self, job: dict[str, Any]) -> None:
+        record = {"owner": {"pid": os.getpid(), "host": socket.gethostname()}, "job": job}
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, json.dumps(record).encode(), 0)
+        os.fsync(self._lock_fd)
+
+    def _unlock(self, *, remove: bool = False) -> None:
+        if self._lock_fd >= 0:
+            if remove:
+                with contextlib.suppress(OSError):
+                    os.unlink(lock_path(self.dst))
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _remove_made(self) -> None:
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a writer of ``dst`` left. ``owner`` is set while a live writer holds it."""
+
+    dst: Path
+    paths: tuple[Path, ...]
+    owner: str | None
+
+
+def find_leftovers(path: Path) -> list[Leftover]:
+    """Leftovers of writers of ``path`` itself, and of everything directly in it."""
+    targets: dict[Path, None] = {}
+    for folder, only in ((path.parent, path.name), (path, None)):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                dst = _target_of(name)
+                if dst is not None and only in (None, dst):
+                    targets[folder / dst] = None
+    return [leftover for dst in sorted(targets) if (leftover := _leftover(dst)).paths]
+
+
+def remove_leftover(leftover: Leftover) -> None:
+    """Removes what a dead writer left. Raises ``OutputError`` when it may not be removed."""
+    with writing(leftover.dst):
+        for path in leftover.paths:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def refuse_existing(dst: Path, overwrite: bool) -> None:
+    """Raises ``OutputError`` where ``dst`` holds something, unless it is to be overwritten and is a folder."""
+    if not os.path.lexists(dst):
+        return
+    if not dst.is_dir():
+        raise OutputError("exists and is not a folder", file=dst, hint="choose another place")
+    if any(dst.iterdir()) and not overwrite:
+        raise OutputError("exists and is not empty", file=dst, hint="choose another place or pass overwrite")
+
+
+def _target_of(name: str) -> str | None:
+    for end in (f".zero1ckpt-old{_PARTIAL}", _PARTIAL, _LOCK):
+        if name.startswith(".") and name.endswith(end) and len(name) > len(end) + 1:
+            return name[1 : -len(end)]
+    return None
+
+
+def _leftover(dst: Path) -> Leftover:
+    names = [partial_path(dst), dst.parent / f".{dst.name}.zero1ckpt-old{_PARTIAL}", lock_path(dst)]
+    paths = tuple(path for path in names if os.path.lexists(path))
+    return Leftover(dst, paths, _live_owner(lock_path(dst)))
+
+
+def _live_owner(path: Path) -> str | None:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = _read_lock(fd).get("owner", {})
+        return f"process {owner.get('pid')} on {owner.get('host')}"
+    finally:
+        os.close(fd)
+    return None
+
+
+def _read_lock(fd: int) -> dict[str, Any]:
+    try:
+        record = json.loads(os.pread(fd, 1 << 20, 0) or b"{}")
+    except ValueError:  # its owner died while it wrote it
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    made = []
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            made.append(path)
+    return made
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two folders in one step (renameat2, Linux 3.15 on); False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+@contextlib.contextmanager
+def staged(staging: Staging) -> Iterator[Staging]:
+    """Abandons on an error; leaves what was made for a resume on an interrupt."""
+    try:
+        yield staging
+    except Exception:
+        staging.abandon()
+        raise
+    except BaseException:
+        staging.leave()
+        raise
