@@ -7,7 +7,7 @@ ranks that did not come in time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -109,13 +109,19 @@ class ControlPlane:
             if other is not None:
                 raise other[0](f"rank {rank}: {other[1]}")
 
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Element by element: does any rank have True? One message, no barrier."""
+    def begin_any_of(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Element by element: does any rank have True? One message without a barrier; the answer is got by a call."""
         if self._group is None:
-            return list(flags)
+            own = list(flags)
+            return lambda: own
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in tensor.tolist()]
+        work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> list[bool]:
+            work.wait()
+            return [bool(flag) for flag in tensor.tolist()]
+
+        return wait
 
     @property
     def _root(self) -> int:

@@ -156,7 +156,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self._collector.check_owned()
         self._collector.sweep()
         self._collector.close()
-        self._unused = self._agree_unused()
+        arrived = self.control.begin_any_of(self._collector.arrived)
         self._main_grads = self._allocate_main_grads()
         pending: Pending | None = None
         for buffer, shards in zip(self.buffers, self._main_grads, strict=True):
@@ -167,11 +167,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
                 pending = following
         if pending is not None:
             pending.wait()
-
-    def _agree_unused(self) -> tuple[int, ...]:
-        """Params without a gradient on any rank, by index; one small message between CPUs."""
-        arrived = self.control.any_of(self._collector.arrived)
-        return tuple(index for index, came in enumerate(arrived) if not came)
+        self._unused = tuple(index for index, came in enumerate(arrived()) if not came)
 
     def _allocate_main_grads(self) -> list[list[torch.Tensor]]:
         """Where sums go, by buffer and bucket: this rank's slice of the bucket, or a tensor of the main dtype."""
