@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from ..core.errors import CorruptError, MissingError, UnsupportedError, Zero1CkptError
+from ..core.errors import CorruptError, MissingError, Zero1CkptError
 from ..core.layout import layout_params
 from ..model.catalog import Catalog
 from ..model.manifest import MANIFEST_NAME, FileEntry, Manifest, PartManifest, decode_manifest
@@ -87,15 +87,17 @@ def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Store
     """
     folder = resolve(Path(path))
     store = LocalStore(folder)
-    read = decode_manifest(store.read(MANIFEST_NAME), folder / MANIFEST_NAME)
-    manifest = read.manifest
-    plugin = find_format(manifest.format)
-    find_container(plugin, manifest.container)
     try:
+        read = decode_manifest(store.read(MANIFEST_NAME), folder / MANIFEST_NAME)
+        manifest = read.manifest
+        plugin = find_format(manifest.format)
+        find_container(plugin, manifest.container)
         catalogs = {part.name: _catalog(plugin, part) for part in manifest.parts}
-    except (ValueError, ArithmeticError) as error:
-        if isinstance(error, UnsupportedError):
+    except Zero1CkptError as error:
+        if error.file:
             raise
+        raise error.at(folder / MANIFEST_NAME) from error
+    except (ValueError, ArithmeticError) as error:
         raise CorruptError(f"the manifest is inconsistent: {error}", file=folder / MANIFEST_NAME) from error
     stored = Stored(folder, store, manifest, read.digest, plugin, catalogs)
     _check_listing(stored)

@@ -40,6 +40,12 @@ class Zero1CkptError(Exception):
         self.hint = hint
         super().__init__(self._line())
 
+    def at(self, file: object) -> Zero1CkptError:
+        """The same error, said of ``file``: for a callee that does not know which file it speaks of."""
+        return type(self)(
+            self.problem, file=file, param=self.param, found=self.found, expected=self.expected, hint=self.hint
+        )
+
     def _line(self) -> str:
         place = ": ".join(part for part in (self.file, self.param) if part)
         line = f"{place}: {self.problem}" if place else self.problem

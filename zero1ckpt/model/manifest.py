@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ..core.digest import CHECKSUM, crc64, format_digest, merge_digests, parse_digest
+from ..core.dtypes import itemsize
 from ..core.errors import CorruptError, UnsupportedError
 from ..core.layout import LayoutRules
 from .catalog import PIECE_BYTES
@@ -274,6 +275,8 @@ def _parse(body: bytes, file: object) -> Manifest:
         raise CorruptError(f"the manifest cannot be parsed: {error}", file=file) from error
     if manifest.checksum != CHECKSUM:
         raise UnsupportedError("unknown checksum", file=file, found=manifest.checksum, expected=CHECKSUM)
+    if manifest.piece_bytes != PIECE_BYTES:
+        raise UnsupportedError("pieces of another size", file=file, found=manifest.piece_bytes, expected=PIECE_BYTES)
     _check_consistent(manifest, file)
     return manifest
 
@@ -293,12 +296,10 @@ def _check_consistent(manifest: Manifest, file: object) -> None:
         refuse("a file is listed twice")
     for entry in manifest.files:
         parts = entry.path.split("/")
-        if entry.path.startswith("/") or ".." in parts or "" in parts or "\\" in entry.path or "\0" in entry.path:
+        if entry.path.startswith("/") or {"", ".", ".."} & set(parts) or "\\" in entry.path or "\0" in entry.path:
             refuse("a file's path leaves the folder", found=entry.path)
         if entry.bytes < 0:
             refuse("a file has a negative size", found=entry.path)
-    if not 1 <= manifest.piece_bytes <= 2**40:
-        refuse("piece_bytes is out of range", found=manifest.piece_bytes)
     if not manifest.parts or len({part.name for part in manifest.parts}) != len(manifest.parts):
         refuse("parts must have unique names, and there must be one")
     for part in manifest.parts:
@@ -326,6 +327,8 @@ def _check_part(part: PartManifest, refuse: Any) -> None:
         if param.name in names:
             refuse("a param is listed twice", param.name)
         names.add(param.name)
+        for dtype in (param.dtype, param.grad_dtype):
+            itemsize(dtype)  # raises UnsupportedError
         if any(n < 0 for n in param.shape):
             refuse("a size is negative", param.name, found=param.shape)
         if not 0 <= param.group < len(part.groups):
@@ -372,7 +375,7 @@ def _scalars_of(param: ParamEntry, common: Sequence[ScalarEntry]) -> dict[str, S
     for entry in common:
         value = param.scalars.get(entry.name, entry.value)
         if value is not None:
-            own[entry.name] = Scalar(entry.dtype, scalar_from_json(value))
+            own[entry.name] = Scalar(entry.dtype, scalar_from_json(value, entry.dtype))
     return own
 
 
@@ -381,8 +384,16 @@ def scalar_to_json(value: float) -> int | float | str | bool:
     return value if isinstance(value, int) or value - value == 0 else repr(value)
 
 
-def scalar_from_json(value: float | str) -> int | float | bool:
-    return float(value) if isinstance(value, str) else value
+def scalar_from_json(value: float | str | bool, dtype: str) -> int | float | bool:
+    """The value as its dtype has it: another writer's JSON may have 3 for 3.0. Raises ``ValueError``."""
+    if dtype == "bool" or isinstance(value, bool):
+        if dtype == "bool" and isinstance(value, bool):
+            return value
+    elif "float" in dtype:
+        return float(value)
+    elif not isinstance(value, str) and value == int(value):
+        return int(value)
+    raise ValueError(f"{value!r} is no {dtype}")
 
 
 def new_manifest(
