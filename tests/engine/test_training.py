@@ -311,7 +311,46 @@ def added_by_kernel(rank):
     torch.testing.assert_close(model.a.detach(), before - 4.0)
 
 
+def overlap_keywords(rank):
+    results = []
+    for on in (False, True):
+        model = Bag()
+        ours = Zero1Optimizer(
+            model, torch.optim.AdamW, bucket_size=64, overlap_grad_reduce=on, overlap_param_gather=on, **ADAMW
+        )
+        for step in range(2):
+            model(grads_of(SHAPES, step, rank)).backward()
+            ours.step()
+        results.append(model)
+    expect_equal(*results)
+
+
+def main_grads_by_hand(rank):
+    model = Bag()
+    ours = Zero1Optimizer(model, torch.optim.SGD, lr=1.0)
+    before = model.a.detach().clone()
+    model.a.main_grad.fill_(5.0)
+    ours.zero_grad()
+    assert not model.a.main_grad.any()
+    model.a.main_grad.fill_(1.0)
+    ours.step()
+    torch.testing.assert_close(model.a.detach(), before - 1.0)
+
+
+def reload(rank):
+    model = Bag(torch.bfloat16)
+    ours = Zero1Optimizer(model, torch.optim.SGD, lr=0.0)
+    with torch.no_grad():
+        model.long.fill_(3.0)
+    ours.reload_model_params()
+    ours.step()
+    assert bool((model.long == 3.0).all())
+
+
 CASES = [
+    overlap_keywords,
+    main_grads_by_hand,
+    reload,
     groups_and_scheduler,
     accumulation,
     unused,

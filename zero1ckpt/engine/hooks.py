@@ -36,6 +36,7 @@ class GradCollector:
                 self._main[index] = view
         self.arrived = [False] * len(self._tensors)
         self.closed = False
+        self._versions = self._current_versions()
         self._handles: list[Any] = []
         self._lost: str | None = None
         for index, tensor in enumerate(self._tensors):
@@ -100,14 +101,23 @@ class GradCollector:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start from zero: no gradient has arrived."""
-        for buffer in self._buffers:
-            buffer.grads.zero_()
+        """Start from zero: no gradient has arrived.
+
+        Buffers that nobody wrote to since the last call are left alone: ``zero_grad()`` after ``step()`` costs nothing.
+        """
+        if self.closed or any(self.arrived) or self._versions != self._current_versions():
+            for buffer in self._buffers:
+                buffer.grads.zero_()
+            self._versions = self._current_versions()
         for param in self._tensors:
             param.grad = None
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron's attribute
         self.arrived = [False] * len(self._tensors)
         self.closed = False
+
+    def _current_versions(self) -> list[int]:
+        """Moves with every in-place write to a buffer or to a main grad, which are views of it."""
+        return [buffer.grads._version for buffer in self._buffers]
 
     def close(self) -> None:
         self.closed = True

@@ -219,7 +219,8 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
                 waiting.append(self.comm.begin_all_gather(whole))
         for pending in waiting:
             pending.wait()
-        torch.autograd.graph.increment_version(self._table.tensors)
+        for tensor in self._table.tensors:  # a graph that saved the old values raises, as in torch
+            torch.autograd.graph.increment_version(tensor)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
