@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.engine.harness import run_ranks
 from tests.engine.models import SHAPES, Bag, bits_equal, grads_of
 from zero1ckpt.engine import collectives
-from zero1ckpt.engine.collectives import LocalCommunicator, make_communicator, ordered_sum
+from zero1ckpt.engine.collectives import LocalCommunicator, NativeCommunicator, make_communicator, ordered_sum
 from zero1ckpt.engine.grad_norm import global_norm
 from zero1ckpt.engine.zero1 import Zero1Optimizer
 
@@ -94,8 +94,25 @@ def four_ranks(rank):
     subgroups(rank, 4)
 
 
+def native(rank, size):
+    """The collectives of the backend, here gloo's: the same means but for the order of the sum."""
+    comm = NativeCommunicator(dist.group.WORLD)
+    all_ranks = buckets(rank, size, 40 * size, torch.float32)
+    bucket, out = all_ranks[rank].clone(), torch.empty(40)
+    comm.reduce_scatter(bucket, out)
+    torch.testing.assert_close(out, comm.own(sum(all_ranks)) / size)
+    comm.all_gather(bucket)
+    assert all(bits_equal(comm.slice_of(bucket, r), comm.slice_of(all_ranks[r], r)) for r in range(size))
+    small = [b.bfloat16() for b in all_ranks]
+    comm.reduce_scatter(small[rank], out)
+    torch.testing.assert_close(out, comm.own(sum(small)).float() / size, rtol=0.02, atol=0.02)
+    assert comm.traffic.messages == 3
+    assert comm.gather_rows(torch.tensor([float(rank)])).tolist() == [[float(r)] for r in range(size)]
+
+
 def three_ranks(rank):
     both_ways(rank, 3)
+    native(rank, 3)
 
 
 @pytest.mark.dist

@@ -205,6 +205,19 @@ def test_state_starts_without_a_step():
     assert all(float(state["sum"][0]) == 0.5 for state in adagrad.state.values() if state["sum"].numel())
 
 
+def test_slots_that_only_one_group_has():
+    model = Bag()
+    groups = [{"params": [model.a], "momentum": 0.9}, {"params": [model.long]}]
+    optimizer = Zero1Optimizer(groups, torch.optim.SGD, model=model, lr=0.1, bucket_size=64)
+    assert [s.name for s in optimizer.slot_specs()] == ["fp32_param", "momentum_buffer"]
+    assert [s.name for s in optimizer.param_specs] == ["a", "long"]
+    advance(model, optimizer, range(2), None, 0)
+    assert optimizer.local_absent() == {(1, "momentum_buffer")}
+    optimizer.param_groups[1]["momentum"] = 0.5  # its state is made now
+    advance(model, optimizer, range(2), None, 0)
+    assert optimizer.local_absent() == set()
+
+
 def test_what_the_inner_optimizer_does_not_know_is_refused():
     _, optimizer = build("adamw", torch.float32, 64)
     main = SlotSpec("fp32_param", "float32")
