@@ -157,7 +157,7 @@ class Checkpoint:
         source = self._stored.source(self.part)
         dst = _one_slice(self._catalog, param, slot, asked, data.nbytes)
         moves = plan_blob(self._catalog, dst, correspond(self.state, self.state), 0)
-        sink = MemoryBlobs([[data]])
+        sink = MemoryBlobs({0: [data]})
         ends = np.array([0, data.nbytes], np.int64)
         job = Job(0, data.nbytes, moves, ends, ends, sink, lambda job: None)
         copier = Copier(source, Prover(self._catalog, source), _READ_WINDOW, checksum=False)

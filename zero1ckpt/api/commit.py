@@ -14,7 +14,7 @@ from ..model.catalog import Catalog, digest_tensors
 from ..model.manifest import FileEntry, ModelTensor, PartManifest, RankExtra, encode_manifest, make_part, new_manifest
 from ..model.values import Json, encode_value
 from ..resharding.files import BlobReport
-from ..storage.staging import Staging
+from ..storage.staging import Area
 from .stored import EXTRA_FILE, describe
 from .tensors import dtype_name, tensor_bytes
 
@@ -108,9 +108,9 @@ def prepare_extra(extra: Any, place: str = "extra") -> tuple[Json, list[TensorDa
     return encode_value(extra, place, put_tensor=put), tensors
 
 
-def write_extra(staging: Staging, tensors: Sequence[TensorData]) -> list[FileEntry]:
+def write_extra(area: Area, tensors: Sequence[TensorData]) -> list[FileEntry]:
     """Writes the tensors of the extra state, if there are any."""
-    return [write_tensor_file(staging.path(EXTRA_FILE), EXTRA_FILE, tensors)] if tensors else []
+    return [write_tensor_file(area.path(EXTRA_FILE), EXTRA_FILE, tensors)] if tensors else []
 
 
 def check_overwrite(dst: Path, overwrite: bool) -> None:

@@ -253,4 +253,4 @@ def _memory_catalog(state: PartState, tensors: State) -> tuple[Catalog, MemoryBl
     keys = tuple(f"memory {i}" for i in range(len(views)))
     payloads = tuple(sum(v.nbytes for v in view) for view in views)
     placement = TablePlacement(keys, payloads, Extents(*columns), len(state.slots))
-    return Catalog("memory", "memory", "", state, None, placement), MemoryBlobs(views)
+    return Catalog("memory", "memory", "", state, None, placement), MemoryBlobs(dict(enumerate(views)))

@@ -123,6 +123,12 @@ class SlotState:
         order = {slot: nth for nth, slot in enumerate([MAIN_PARAM, *self._template.slots])}
         return tuple(sorted(self._store.slots, key=lambda spec: (order.get(spec.name, len(order)), spec.name)))
 
+    def expected_specs(self) -> tuple[SlotSpec, ...]:
+        """``slot_specs``, and the slots that the optimizer's first step will make."""
+        known = {spec.name: spec.dtype for spec in self.slot_specs()}
+        known.update({slot: dtype_name(dtype) for slot, dtype in self._template.slots.items() if slot not in known})
+        return tuple(SlotSpec(name, dtype) for name, dtype in known.items())
+
     def scalars(self) -> dict[int, dict[str, Scalar]]:
         """Scalar state by param index, for the params that this rank owns a part of."""
         return {f.index: self._scalars_of(f) for f in self._fragments}

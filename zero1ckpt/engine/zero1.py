@@ -246,6 +246,10 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         """Elementwise slots that exist, ``fp32_param`` first, the same on all ranks."""
         return self._slots.slot_specs()
 
+    def expected_slots(self) -> tuple[SlotSpec, ...]:
+        """``slot_specs``, and the slots that the inner optimizer's first step will make."""
+        return self._slots.expected_specs()
+
     def local_scalars(self) -> dict[int, dict[str, Scalar]]:
         """Scalar slots by param index, for params that this rank owns a part of."""
         return self._slots.scalars()

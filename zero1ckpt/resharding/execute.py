@@ -31,7 +31,8 @@ class Job:
     """One destination blob. ``moves`` None: the destination mirrors the source byte for byte, padding included.
 
     ``cuts`` are the bounds of the destination's pieces, whose checksums are collected in ``crcs``; no window crosses
-    one of ``stops``; ``finish`` is called once, by the worker that has done the last window.
+    one of ``stops``; with ``pad`` what no move fills becomes zero, else it stays as it is; ``finish`` is called once,
+    by the worker that has done the last window.
     """
 
     blob: int
@@ -41,6 +42,7 @@ class Job:
     stops: IntColumn
     sink: Sink
     finish: Callable[[Job], None]
+    pad: bool = True
     crcs: list[int] = field(init=False)
     remaining: int = field(init=False, default=0)
 
@@ -105,11 +107,13 @@ class Copier:
             return
         target = job.sink.view(job.blob, at, nbytes)
         data = self._buffer(nbytes) if target is None else target
-        _zero_gaps(data, window.moves, at)
+        if job.pad:
+            _zero_gaps(data, window.moves, at)
         read_moves(self.source, window.moves, data, at)
         self._hash_moves(window, data)
         if target is None:
-            job.sink.write(job.blob, at, data)
+            for low, high in [(at, at + nbytes)] if job.pad else _filled(window.moves):
+                job.sink.write(job.blob, low, data[low - at : high - at])
 
     def _buffer(self, nbytes: int) -> memoryview:
         """This worker's buffer; grown to what it needs, kept for the next window."""
@@ -241,6 +245,15 @@ def _inside(cuts: IntColumn, low: int, high: int) -> IntColumn:
 
 def _pairs(bounds: IntColumn) -> Iterator[tuple[int, int]]:
     return pairwise(bounds.tolist())
+
+
+def _filled(moves: Moves) -> Iterator[tuple[int, int]]:
+    """Runs of bytes that moves fill without a gap between them."""
+    ends = moves.dst_at + moves.nbytes
+    breaks = np.flatnonzero(moves.dst_at[1:] != ends[:-1]) + 1
+    first = np.concatenate(([0], breaks)) if len(moves) else breaks
+    last = np.concatenate((breaks, [len(moves)])) if len(moves) else breaks
+    return zip(moves.dst_at[first].tolist(), ends[last - 1].tolist(), strict=True)
 
 
 def _zero_gaps(data: memoryview, moves: Moves, at: int) -> None:

@@ -17,7 +17,7 @@ from ..model.catalog import Catalog, fold_pieces
 from ..model.manifest import FileEntry
 from ..model.protocols import BlobHeader, Format, Progress, Source, Store
 from ..storage.local import LocalStore, OutputFile, writing
-from ..storage.staging import Staging
+from ..storage.staging import Area
 from .execute import Copier, Job, run_jobs
 from .plan import Correspondence, plan_blob
 from .prove import Prover
@@ -124,7 +124,7 @@ class PartCopy:
 
 def copy_part(
     part: PartCopy,
-    staging: Staging,
+    area: Area,
     blobs: Iterable[int],
     *,
     workers: int,
@@ -132,9 +132,9 @@ def copy_part(
     prove: bool,
     progress: Progress | None = None,
 ) -> list[BlobReport]:
-    """Writes blobs of one part into a staging area and reports each, in the order of ``blobs``.
+    """Writes blobs of one part into an area and reports each, in the order of ``blobs``.
 
-    Blobs that a resumed staging area holds already are taken over. Raises ``CorruptError``, ``OutputError``.
+    Blobs that a resumed area holds already are taken over. Raises ``CorruptError``, ``OutputError``.
     """
     reports: dict[int, BlobReport] = {}
     prover = Prover(part.src, part.source) if prove else None
@@ -143,9 +143,9 @@ def copy_part(
 
     def jobs() -> Iterator[Job]:
         for blob in wanted:
-            done = _taken_over(part, staging, blob)
+            done = _taken_over(part, area, blob)
             if done is None:
-                yield _job(part, staging, blob, reports)
+                yield _job(part, area, blob, reports)
             else:
                 reports[blob] = done
                 if progress is not None:
@@ -155,13 +155,13 @@ def copy_part(
     return [reports[blob] for blob in wanted]
 
 
-def _job(part: PartCopy, staging: Staging, blob: int, reports: dict[int, BlobReport]) -> Job:
+def _job(part: PartCopy, area: Area, blob: int, reports: dict[int, BlobReport]) -> Job:
     placement = part.dst.placement
     moves = None if part.match is None else plan_blob(part.src, part.dst, part.match, blob)
     cuts = part.format.cuts(part.dst, blob)
     payload = placement.payload_nbytes(blob)
     blank = part.format.header(part.dst, blob, [0] * (len(cuts) - 1))
-    file = _BlobFile(staging.path(placement.blob_key(blob)), len(blank), payload)
+    file = _BlobFile(area.path(placement.blob_key(blob)), len(blank), payload)
 
     def finish(job: Job) -> None:
         header = part.format.header(part.dst, blob, job.crcs)
@@ -182,12 +182,12 @@ def _report(
     return BlobReport(entry, fold_pieces(catalog.state, catalog.placement.extents(blob), cuts, crcs))
 
 
-def _taken_over(part: PartCopy, staging: Staging, blob: int) -> BlobReport | None:
+def _taken_over(part: PartCopy, area: Area, blob: int) -> BlobReport | None:
     """The report of a blob that an earlier, interrupted run of the same job has finished, from its own header."""
     key = part.dst.placement.blob_key(blob)
-    if not staging.resumed or not (staging.root / key).exists():
+    if not area.resumed or not (area.root / key).exists():
         return None
-    store = LocalStore(staging.root)
+    store = LocalStore(area.root)
     try:
         header = part.format.read_header(store, part.dst, blob)
     except CorruptError:

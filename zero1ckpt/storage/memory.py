@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,9 +18,11 @@ class MemoryBlobs:
     ``blobs[b]`` holds the byte views of blob ``b`` in payload order. Nothing is copied but by ``read_run``.
     """
 
-    def __init__(self, blobs: Sequence[Sequence[memoryview]], label: str = "memory") -> None:
-        self._views = [[view.cast("B") for view in views if view.nbytes] for views in blobs]
-        self._ends = [np.cumsum([view.nbytes for view in views], dtype=np.int64) for views in self._views]
+    def __init__(self, blobs: Mapping[int, Sequence[memoryview]], label: str = "memory") -> None:
+        self._views = {blob: [view.cast("B") for view in views if view.nbytes] for blob, views in blobs.items()}
+        self._ends = {
+            blob: np.cumsum([view.nbytes for view in views], dtype=np.int64) for blob, views in self._views.items()
+        }
         self._label = label
 
     def label(self, blob: int) -> str:

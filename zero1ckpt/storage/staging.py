@@ -24,7 +24,16 @@ from typing import Any
 from ..core.errors import OutputError
 from .local import fsync_folder, writing
 
-__all__ = ["Leftover", "Staging", "find_leftovers", "partial_path", "refuse_existing", "remove_leftover", "staged"]
+__all__ = [
+    "Area",
+    "Leftover",
+    "Staging",
+    "find_leftovers",
+    "partial_path",
+    "refuse_existing",
+    "remove_leftover",
+    "staged",
+]
 
 _PARTIAL = ".zero1ckpt-partial"
 _LOCK = ".zero1ckpt-lock"
@@ -40,7 +49,22 @@ def lock_path(dst: Path) -> Path:
     return dst.parent / f".{dst.name}{_LOCK}"
 
 
-class Staging:
+class Area:
+    """A folder that blobs are written to. ``resumed``: it may hold finished blobs of an interrupted run of the job."""
+
+    def __init__(self, root: Path, *, resumed: bool = False) -> None:
+        self.root = root
+        self.resumed = resumed
+
+    def path(self, key: str) -> Path:
+        """Where a file of the folder is written; parents are made."""
+        path = self.root / key
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class Staging(Area):
     """The half-made ``dst``. One writer at a time; use ``publish`` or ``abandon``, or leave it for a resume.
 
     ``job`` says what is being written; with ``resume`` what a dead writer of the same job left is kept, otherwise
@@ -49,8 +73,8 @@ class Staging:
     """
 
     def __init__(self, dst: Path, job: dict[str, Any], *, overwrite: bool = False, resume: bool = False) -> None:
+        super().__init__(partial_path(dst))
         self.dst = dst
-        self.root = partial_path(dst)
         self.overwrite = overwrite
         self._lock_fd = -1
         self._made: list[Path] = []
@@ -69,13 +93,6 @@ class Staging:
                 self._remove_made()
                 raise
         self.resumed = kept
-
-    def path(self, key: str) -> Path:
-        """Where a file of the folder is written; parents are made."""
-        path = self.root / key
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return path
 
     def publish(self, name: str, data: bytes) -> None:
         """Writes the last file, makes all durable and moves the folder into place."""

@@ -1,0 +1,104 @@
+"""The public ``Zero1Optimizer``: the engine's, with save and load."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import Zero1CkptError
+from ..engine.zero1 import Zero1Optimizer as Engine
+from ..registry import DEFAULT_FORMAT
+from .loading import LoadOptions, execute_load, prepare_load
+from .saving import SaveHandle, save
+
+__all__ = ["Zero1Optimizer"]
+
+
+class Zero1Optimizer(Engine):
+    """A complete ZeRO-1 optimizer for PyTorch that saves and loads at any data-parallel and bucket size.
+
+    See ``zero1ckpt.engine.zero1.Zero1Optimizer`` for the arguments.
+    """
+
+    def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
+        self._model = params if isinstance(params, nn.Module) else model
+        self._half_loaded = False
+        super().__init__(params, *args, model=model, **options)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str = DEFAULT_FORMAT,
+        container: str | None = None,
+        extra: Any = None,
+        rank_extra: Any = None,
+        model: nn.Module | None = None,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Saves this optimizer; to be called by all ranks of its group. Sends no tensor byte.
+
+        ``path``: a folder that does not exist or is empty; missing parents are made; nothing is there until all of it
+        is. ``extra``: state that is the same on all ranks (JSON-able values and tensors), taken from rank 0.
+        ``rank_extra``: state of this rank, such as its RNG's; given by all ranks or none. ``model``: stores its
+        persistent buffers and frozen params too, as they are on rank 0. ``overwrite``: replaces a checkpoint.
+
+        Raises, on every rank alike, ``UsageError`` for arguments, ``OutputError`` where nothing can be written.
+        """
+        self._check_whole()
+        return save(
+            path,
+            {"": self},
+            format=format,
+            container=container,
+            extra=extra,
+            rank_extra=rank_extra,
+            model=model,
+            overwrite=overwrite,
+        )
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        part: str = "",
+        groups: str = "file",
+        missing: str = "error",
+        unexpected: str = "error",
+        rank_state: str = "error",
+        verify: bool = False,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any dp size and bucket size; to be called by all ranks. Returns its extra state.
+
+        Writes back main params and slots, the model's params, and buffers and frozen params where the file has them.
+        ``groups``: hyper-parameters from the "file", matched by membership, or those of the "run".
+        ``missing="init"``: params and slots that the file has not start fresh. ``unexpected="drop"``: what only the
+        file has is left out. ``rank_state``: what becomes of rank-bound state when the number of ranks has changed:
+        "keep" returns all of it by saving rank, "reseed" a seed for this rank, "drop" nothing; at the same number of
+        ranks this rank gets its own. It comes back under ``rank_extra``. ``verify``: checks all data first; without
+        it every piece that is read whole is checked.
+
+        Raises, on every rank alike, before anything is changed: ``MissingError``, ``CorruptError`` or
+        ``UnsupportedError`` for the file, ``UsageError`` that names every param or group that differs. Where data turns
+        out to be damaged on the way, ``CorruptError``, and the optimizer refuses to step until a load succeeds.
+        """
+        options = LoadOptions(part, groups, missing, unexpected, rank_state, verify)
+        plan = prepare_load(self, path, options, self._model)
+        self._half_loaded = True
+        execute_load(self, plan, self._model)
+        self._half_loaded = False
+        return plan.extra
+
+    def step(self, closure: Any = None) -> Any:
+        """Reduces, unscales, clips, steps and gathers. Returns the closure's loss, or None."""
+        self._check_whole()
+        return super().step(closure)
+
+    def _check_whole(self) -> None:
+        if self._half_loaded:
+            raise Zero1CkptError(
+                "the last load failed half-way, and the optimizer's state is neither the old nor the new",
+                hint="load a sound checkpoint first",
+            )
