@@ -155,6 +155,8 @@ def naive(made, rule):
 
 
 @given(params(), rules())
+@example((Param("a", 64), Param("b", 64), Param("c", 63), Param("d", 1)), LayoutRules(2, 64))  # exactly full
+@example((Param("a", 5), Param("b", 128), Param("c", 0)), LayoutRules(3, 128))
 def test_placement_equals_the_naive_rule(made, rule):
     layout = layout_params(made, rule)
     assert [
