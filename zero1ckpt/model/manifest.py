@@ -317,6 +317,9 @@ def _check_consistent(manifest: Manifest, file: object) -> None:
 
 
 def _check_part(part: PartManifest, refuse: Any) -> None:
+    dtypes = {row.dtype for row in [*part.slots, *part.scalars, *part.params]}
+    for dtype in sorted(dtypes | {param.grad_dtype for param in part.params}):
+        itemsize(dtype)  # raises UnsupportedError
     slots = {slot.name for slot in part.slots}
     if len(slots) != len(part.slots):
         refuse("a slot is listed twice")
@@ -327,8 +330,6 @@ def _check_part(part: PartManifest, refuse: Any) -> None:
         if param.name in names:
             refuse("a param is listed twice", param.name)
         names.add(param.name)
-        for dtype in (param.dtype, param.grad_dtype):
-            itemsize(dtype)  # raises UnsupportedError
         if any(n < 0 for n in param.shape):
             refuse("a size is negative", param.name, found=param.shape)
         if not 0 <= param.group < len(part.groups):
