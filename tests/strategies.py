@@ -31,34 +31,6 @@ class Param:
     shared_embedding: bool = False
 
 
-SIZES = (1, 2, 3, 5, 8, 16, 48, 96)
-BUCKET_SIZES = (1, 1000, 4096, "none")
-
-
-KEYS = (
-    BufferKey("bfloat16", "float32", False),
-    BufferKey("float32", "float32", False),
-    BufferKey("bfloat16", "bfloat16", False),
-    BufferKey("bfloat16", "float32", True),
-)
-
-
-@dataclass(frozen=True)
-class Param:
-    """What a layout needs to know of a param."""
-
-    name: str
-    numel: int
-    buffer_key: BufferKey = KEYS[1]
-    shared_embedding: bool = False
-
-
-KEYS = (
-    BufferKey("bfloat16", "float32", False),
-    BufferKey("float32", "float32", False),
-    BufferKey("bfloat16", "bfloat16", False),
-    BufferKey("bfloat16", "float32", True),
-)
 SIZES = st.one_of(
     st.sampled_from((0, 1, 2, 63, 64, 65, 97, 127, 128, 129, 131, 251, 257, 509, 1009)), st.integers(0, 700)
 )
