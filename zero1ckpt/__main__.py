@@ -1,0 +1,5 @@
+"""``python -m zero1ckpt``."""
+
+from .cli.main import main
+
+main()

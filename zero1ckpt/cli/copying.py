@@ -1,0 +1,214 @@
+"""Runs ``reshard`` and ``convert``, which are the same: plan, then print the plan or execute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..api.resharding import ReshardPlan, execute, plan_reshard
+from ..api.stored import describe
+from ..core.layout import LayoutRules
+from ..storage.staging import refuse_existing
+from .exit_codes import DONE, resumable
+from .progress import progress
+from .render import Column, Page, Table, write_json
+from .text import count, safe, short_bytes
+
+if TYPE_CHECKING:
+    from .rows import Row
+
+__all__ = ["CopyOptions", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """What the command line asked for; None where it is as in the source."""
+
+    command: str
+    src: str
+    dst: str | None
+    to_dp: int | None
+    from_dp: int | None = None
+    bucket_size: int | str | None = None
+    format: str | None = None
+    container: str | None = None
+    verify: bool = True
+    dry_run: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    workers: int | None = None
+    memory_limit: int | None = None
+    as_json: bool = False
+    quiet: bool = False
+
+
+def run(options: CopyOptions) -> int:
+    """Writes the copy, or with ``dry_run`` only says what it would be."""
+    plan = _plan(options)
+    if options.dry_run:
+        if not options.resume:
+            refuse_existing(plan.dst, options.overwrite)
+    else:
+        _execute(plan, options)
+    if options.as_json:
+        write_json(_document(plan, options))
+    elif not options.quiet:
+        page = Page.for_stdout()
+        _write(page, plan, options)
+        page.print()
+    return DONE
+
+
+def _plan(options: CopyOptions) -> ReshardPlan:
+    to_dp = options.to_dp
+    if to_dp is None:
+        layouts = [catalog.layout for catalog in describe(Path(options.src)).catalogs.values()]
+        to_dp = max((layout.rules.dp_size for layout in layouts if layout is not None), default=1)
+    return plan_reshard(
+        options.src,
+        options.dst,
+        to_dp=to_dp,
+        bucket_size=options.bucket_size,
+        format=options.format,
+        container=options.container,
+        from_dp=options.from_dp,
+        workers=options.workers,
+        memory_limit=options.memory_limit,
+        verify=options.verify,
+    )
+
+
+def _execute(plan: ReshardPlan, options: CopyOptions) -> None:
+    with (
+        resumable(plan.dst),
+        progress(options.command, plan.payload_bytes, quiet=options.quiet) as told,
+    ):
+        execute(plan, overwrite=options.overwrite, resume=options.resume, progress=told)
+
+
+def part_rows(plan: ReshardPlan) -> list[Row]:
+    """How each part is laid out before and after."""
+    rows = []
+    for catalog in plan.catalogs:
+        old, new = _rules(plan.stored.catalogs[catalog.part].layout), _rules(catalog.layout)
+        buffers = catalog.layout.buffers if catalog.layout else ()
+        rows.append(
+            {
+                "part": catalog.part,
+                "from_dp": old.dp_size if old else None,
+                "to_dp": new.dp_size if new else None,
+                "from_bucket_size": old.bucket_size if old else None,
+                "bucket_size": new.bucket_size if new else None,
+                "buffers": len(buffers),
+                "buckets": sum(buffer.bucket_count for buffer in buffers),
+                "numel": catalog.layout.numel if catalog.layout else None,
+                "files": catalog.placement.blob_count,
+                "bytes": sum(catalog.placement.payload_nbytes(b) for b in range(catalog.placement.blob_count)),
+            }
+        )
+    return rows
+
+
+def _rules(layout: object) -> LayoutRules | None:
+    rules = getattr(layout, "rules", None)
+    return rules if isinstance(rules, LayoutRules) else None
+
+
+def _document(plan: ReshardPlan, options: CopyOptions) -> Row:
+    """The document of --json: the same whether the plan was executed or not, but for ``dry_run``."""
+    totals = plan.totals()
+    parts = part_rows(plan)
+    dense = max(parts, key=lambda row: row["to_dp"] or 0)
+    return {
+        "schema": f"zero1ckpt.{options.command}/1",
+        "src": str(plan.stored.path.resolve()),
+        "dst": str(plan.dst),
+        "format": plan.format.name,
+        "container": plan.container,
+        "from_dp": dense["from_dp"],
+        "to_dp": dense["to_dp"],
+        "from_bucket_size": dense["from_bucket_size"],
+        "bucket_size": dense["bucket_size"],
+        "digest": plan.stored.manifest.digest,
+        "bytes_read": totals.bytes_read,
+        "bytes_written": totals.bytes_written,
+        "reads": totals.reads,
+        "writes": totals.writes,
+        "files": totals.files_written,
+        "peak_memory": totals.peak_memory,
+        "verified": plan.verify,
+        "dry_run": options.dry_run,
+        "parts": parts,
+    }
+
+
+def _write(page: Page, plan: ReshardPlan, options: CopyOptions) -> None:
+    parts = part_rows(plan)
+    page.line(safe(str(plan.dst)), "bold")
+    facts = [("from", safe(str(plan.stored.path)))]
+    facts.append(("format", f"{plan.format.name} in {plan.container}"))
+    if len(parts) == 1:
+        facts.append(("dp size", _change(parts[0]["from_dp"], parts[0]["to_dp"], "no ranks", page)))
+        facts.append(("bucket size", _change(*_bucket_sizes(parts[0]), "one bucket a buffer", page)))
+    if options.dry_run:
+        totals = plan.totals()
+        facts += [
+            ("reads", f"{count(totals.reads)} of {_bytes(totals.bytes_read)} together"),
+            ("writes", f"{count(totals.writes)} of {_bytes(totals.bytes_written)} together"),
+            ("files", count(totals.files_written)),
+            ("peak memory", f"{_bytes(totals.peak_memory)} in flight, by {plan.workers} workers"),
+            ("checksums", "of the source are proved before the commit" if plan.verify else "are not proved"),
+        ]
+    else:
+        facts.append(("wrote", f"{_bytes(plan.payload_bytes)} in {count(sum(row['files'] for row in parts))} files"))
+        facts.append(("proved", "the checksums of the source" if plan.verify else "nothing (--no-verify)"))
+    facts.append(("digest", f"{plan.stored.manifest.digest}, as the source"))
+    page.facts(facts)
+    if options.dry_run or len(parts) > 1:
+        page.table(_part_table(parts, page))
+    if options.dry_run:
+        page.line()
+        page.line("  A dry run: nothing was written.", "dim")
+
+
+def _part_table(parts: list[Row], page: Page) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (
+            safe(row["part"]) or "-",
+            _change(row["from_dp"], row["to_dp"], "-", page),
+            _change(*_bucket_sizes(row), "none", page),
+            count(row["buffers"]),
+            count(row["buckets"]),
+            "-" if row["numel"] is None else count(row["numel"]),
+            count(row["files"]),
+            short_bytes(row["bytes"]),
+        )
+        for row in parts
+    ]
+    columns: tuple[Column, ...] = (
+        Column("part", wide=True),
+        Column("dp size", right=True),
+        Column("bucket size", right=True),
+        Column("buffers", right=True),
+        Column("buckets", right=True),
+        Column("elements", right=True),
+        Column("files", right=True),
+        Column("bytes", right=True),
+    )
+    if all(not row["part"] for row in parts):
+        columns, rows = columns[1:], [row[1:] for row in rows]
+    return Table("Layout", columns, tuple(rows))
+
+
+def _bucket_sizes(row: Row) -> tuple[int | None, int | None]:
+    return row["from_bucket_size"], row["bucket_size"]
+
+
+def _change(old: int | None, new: int | None, none: str, page: Page) -> str:
+    before, after = (none if value is None else count(value) for value in (old, new))
+    return after if before == after else f"{before} {'→' if page.unicode else '->'} {after}"
+
+
+def _bytes(n: int) -> str:
+    return f"{short_bytes(n)}" if n < 1000 else f"{short_bytes(n)} ({count(n)} bytes)"

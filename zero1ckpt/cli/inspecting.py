@@ -1,0 +1,34 @@
+"""Runs ``inspect``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..api.stored import describe
+from .exit_codes import DONE
+from .narrowing import Narrowing, select
+from .render import Page, write_json
+from .rows import document
+
+__all__ = ["run"]
+
+
+def run(path: str, narrowing: Narrowing, *, html: str | None, svg: str | None, as_json: bool, quiet: bool) -> int:
+    """Prints and draws what is asked for."""
+    stored = describe(Path(path))
+    selections = select(stored.catalogs, narrowing)
+    folder = os.path.abspath(stored.path)
+    if html is not None or svg is not None:
+        from .drawing import draw
+
+        draw(stored, selections, folder, html=html, svg=svg)
+    if as_json:
+        write_json(document(stored, selections, folder))
+    elif not quiet:
+        from .inspect_page import RANK_LIMIT, inspect_page
+
+        page = Page.for_stdout()
+        inspect_page(page, document(stored, selections, folder, RANK_LIMIT), selections)
+        page.print()
+    return DONE

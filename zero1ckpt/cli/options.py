@@ -1,0 +1,99 @@
+"""Arguments that several verbs share, and their types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any, TypeVar
+
+import rich_click as click
+
+__all__ = ["BUCKET", "BUCKET_SIZE", "SIZE", "common", "copying"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """Bytes: a number and an optional unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+        unit = _UNITS.get((match.group(2) or "b").lower()) if match else None
+        if match is None or unit is None:
+            self.fail(f"found {value!r}, expected a number and one of B, KB, MB, GB, KiB, MiB, GiB", param, ctx)
+        return int(Decimal(match.group(1)) * unit)
+
+
+class BucketSizeType(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """Elements, or ``none`` for one bucket a buffer."""
+
+    name = "elements|none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        text = str(value).strip().lower()
+        if text == "none":
+            return text
+        if not re.fullmatch(r"\d+(_\d+)*", text) or int(text) < 1:
+            self.fail(f'found {value!r}, expected a number of elements from 1 on, or "none"', param, ctx)
+        return int(text)
+
+
+class BucketType(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """A bucket by its index in every buffer, or ``BUFFER.BUCKET``."""
+
+    name = "bucket"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, int]:
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(?:(\d+)\.)?(\d+)", str(value).strip())
+        if match is None:
+            self.fail(f"found {value!r}, expected an index, or BUFFER.BUCKET", param, ctx)
+        buffer, bucket = match.groups()
+        return (None if buffer is None else int(buffer), int(bucket))
+
+
+SIZE = SizeType()
+BUCKET_SIZE = BucketSizeType()
+BUCKET = BucketType()
+
+
+def common(verb: _F) -> _F:
+    """``--json`` and ``--quiet``, which every verb has."""
+    verb = click.option("--quiet", is_flag=True, help="Print nothing but errors, and the document of --json.")(verb)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")(verb)
+
+
+def copying(verb: _F) -> _F:
+    """What ``reshard`` and ``convert`` have in common."""
+    options = [
+        click.option(
+            "--bucket-size",
+            type=BUCKET_SIZE,
+            metavar="E|none",
+            help="Elements of a bucket; none is one bucket a buffer. Default: as in SRC.",
+        ),
+        click.option("--container", metavar="C", help="What the bytes lie in. Default: as in SRC."),
+        click.option(
+            "--no-verify", "verify", flag_value=False, default=True, help="Do not prove the checksums of SRC."
+        ),
+        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+        click.option("--resume", is_flag=True, help="Go on after an interruption."),
+        click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST."),
+        click.option(
+            "--workers", type=click.IntRange(min=1), metavar="N", help="Threads. Default: one a core, at most 8."
+        ),
+        click.option(
+            "--memory-limit", type=SIZE, metavar="SIZE", help="Bytes of data in flight, as 512MiB. Default: 256MiB."
+        ),
+    ]
+    for option in reversed(options):
+        verb = option(verb)
+    return common(verb)
