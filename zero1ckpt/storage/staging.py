@@ -49,6 +49,11 @@ def lock_path(dst: Path) -> Path:
     return dst.parent / f".{dst.name}{_LOCK}"
 
 
+def _aside_path(dst: Path) -> Path:
+    """Where a folder that is replaced waits, where the system cannot exchange two folders at once."""
+    return dst.parent / f".{dst.name}.zero1ckpt-old{_PARTIAL}"
+
+
 class Area:
     """A folder that blobs are written to. ``resumed``: it may hold finished blobs of an interrupted run of the job."""
 
@@ -80,19 +85,22 @@ class Staging(Area):
         self._made: list[Path] = []
         with writing(dst):
             refuse_existing(dst, overwrite)
-            self._made = _make_parents(dst.parent)
             try:
-                previous = self._lock(job)
-                kept = resume and previous == job and self.root.is_dir()
-                if self.root.exists() and not kept:
+                self._make_parents()
+                self._lock_fd = _take_lock(dst)
+                _put_back(dst)
+                refuse_existing(dst, overwrite)
+                self.resumed = resume and _read_lock(self._lock_fd).get("job") == job and self.root.is_dir()
+                if self.root.exists() and not self.resumed:
                     shutil.rmtree(self.root)
                 self.root.mkdir(exist_ok=True)
                 self._write_job(job)
             except BaseException:
-                self._unlock()
+                if self._lock_fd >= 0 and not self.resumed:
+                    shutil.rmtree(self.root, ignore_errors=True)
+                self._unlock(remove=not self.resumed)
                 self._remove_made()
                 raise
-        self.resumed = kept
 
     def publish(self, name: str, data: bytes) -> None:
         """Writes the last file, makes all durable and moves the folder into place."""
@@ -123,42 +131,27 @@ class Staging(Area):
         self._unlock()
 
     def _move_into_place(self) -> None:
-        if not self.dst.exists() or not any(self.dst.iterdir()):
-            os.rename(self.root, self.dst)
+        if not self.overwrite or not self.dst.exists() or not any(self.dst.iterdir()):
+            os.rename(self.root, self.dst)  # refuses a folder that was filled meanwhile
         elif not _exchange(self.root, self.dst):
-            # Without an atomic exchange there is a moment without DST; both folders exist throughout.
-            aside = self.dst.parent / f".{self.dst.name}.zero1ckpt-old{_PARTIAL}"
+            # Without an atomic exchange there is a moment without DST. Both folders exist throughout, and whoever comes
+            # after a kill in that moment puts the old one back (_put_back).
+            aside = _aside_path(self.dst)
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(self.dst, aside)
             os.rename(self.root, self.dst)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _lock(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes the lock; returns the job of the dead writer that had it."""
-        path = lock_path(self.dst)
-        while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                owner = _read_lock(fd).get("owner", {})
-                os.close(fd)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                raise OutputError(
-                    f"another writer is at work here: process {owner.get('pid')} on {owner.get('host')}",
-                    file=self.dst,
-                    hint="wait for it or choose another place",
-                ) from None
-            try:
-                current = os.stat(path).st_ino
-            except FileNotFoundError:
-                current = -1
-            if os.fstat(fd).st_ino == current:
-                self._lock_fd = fd
-                job_of_dead = _read_lock(fd).get("job")
-                return job_of_dead if isinstance(job_of_dead, dict) else None
-            os.close(fd)  # its last owner has just removed the file: try again with the new one
+    def _make_parents(self) -> None:
+        missing = []
+        folder = self.dst.parent
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                self._made.append(path)
 
     def _write_job(self, job: dict[str, Any]) -> None:
         record = {"owner": {"pid": os.getpid(), "host": socket.gethostname()}, "job": job}
@@ -202,13 +195,23 @@ def find_leftovers(path: Path) -> list[Leftover]:
 
 
 def remove_leftover(leftover: Leftover) -> None:
-    """Removes what a dead writer left. Raises ``OutputError`` when it may not be removed."""
+    """Removes what a dead writer left; a folder that it had moved aside to replace it goes back to its place.
+
+    Raises ``OutputError`` when it may not be removed, or when a live writer is at work there.
+    """
     with writing(leftover.dst):
-        for path in leftover.paths:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        fd = _take_lock(leftover.dst)
+        try:
+            _put_back(leftover.dst)
+            for path in leftover.paths:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(lock_path(leftover.dst))
+            os.close(fd)
 
 
 def refuse_existing(dst: Path, overwrite: bool) -> None:
@@ -221,6 +224,44 @@ def refuse_existing(dst: Path, overwrite: bool) -> None:
         raise OutputError("exists and is not empty", file=dst, hint="choose another place or pass overwrite")
 
 
+def _take_lock(dst: Path) -> int:
+    """The descriptor that holds the lock of ``dst``'s writer. Raises ``OutputError`` where a live writer has it."""
+    path = lock_path(dst)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _read_lock(fd).get("owner", {})
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise OutputError(
+                f"another writer is at work here: process {owner.get('pid')} on {owner.get('host')}",
+                file=dst,
+                hint="wait for it or choose another place",
+            ) from None
+        try:
+            current = os.stat(path).st_ino
+        except FileNotFoundError:
+            current = -1
+        if os.fstat(fd).st_ino == current:
+            return fd
+        os.close(fd)  # its last owner has just removed the file: try again with the new one
+
+
+def _put_back(dst: Path) -> None:
+    """Ends a replacement that was killed between its two renames. Only for the owner of the lock."""
+    aside = _aside_path(dst)
+    if not aside.is_dir():
+        return
+    if os.path.lexists(dst):
+        shutil.rmtree(aside)
+    else:
+        os.rename(aside, dst)
+        fsync_folder(dst.parent)
+
+
 def _target_of(name: str) -> str | None:
     for end in (f".zero1ckpt-old{_PARTIAL}", _PARTIAL, _LOCK):
         if name.startswith(".") and name.endswith(end) and len(name) > len(end) + 1:
@@ -229,7 +270,7 @@ def _target_of(name: str) -> str | None:
 
 
 def _leftover(dst: Path) -> Leftover:
-    names = [partial_path(dst), dst.parent / f".{dst.name}.zero1ckpt-old{_PARTIAL}", lock_path(dst)]
+    names = [partial_path(dst), _aside_path(dst), lock_path(dst)]
     paths = tuple(path for path in names if os.path.lexists(path))
     return Leftover(dst, paths, _live_owner(lock_path(dst)))
 
@@ -255,19 +296,6 @@ def _read_lock(fd: int) -> dict[str, Any]:
     except ValueError:  # its owner died while it wrote it
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    made = []
-    for path in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            made.append(path)
-    return made
 
 
 def _exchange(a: Path, b: Path) -> bool:
