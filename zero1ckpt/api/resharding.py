@@ -16,13 +16,13 @@ from ..core.layout import layout_params
 from ..encodings.safetensors_file import PAGE
 from ..encodings.tensor_file import copy_file
 from ..model.catalog import Catalog
-from ..model.manifest import FileEntry
+from ..model.manifest import FileEntry, PartManifest, make_part
 from ..model.protocols import Format, Progress
 from ..registry import find_container, find_format
 from ..resharding.coalesce import runs
 from ..resharding.files import PartCopy, copy_part
 from ..resharding.plan import correspond, cut_moves, plan_blob, window_bounds
-from ..storage.staging import Staging, refuse_existing, staged
+from ..storage.staging import Staging, find_leftovers, refuse_existing, remove_leftover, staged
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .commit import (
@@ -194,7 +194,10 @@ def execute(
     plan: ReshardPlan, *, overwrite: bool = False, resume: bool = False, progress: Progress | None = None
 ) -> Checkpoint:
     """Executes a plan: writes aside, proves, and publishes at the end. Errors as of ``reshard``."""
-    if resume and _already_done(plan):
+    if resume and _already_done(plan, overwrite):
+        for leftover in find_leftovers(plan.dst):
+            if leftover.dst == plan.dst and leftover.owner is None:
+                remove_leftover(leftover)
         return open_checkpoint(plan.dst)
     check_overwrite(plan.dst, overwrite)
     refuse_existing(plan.dst, overwrite)
@@ -239,8 +242,11 @@ def _copy_others(plan: ReshardPlan, staging: Staging) -> Sequence[FileEntry]:
     return others
 
 
-def _already_done(plan: ReshardPlan) -> bool:
-    """Whether the destination is complete and what this plan would make."""
+def _already_done(plan: ReshardPlan, overwrite: bool) -> bool:
+    """Whether the destination is complete and what this plan would make.
+
+    Raises ``OutputError`` where it is another checkpoint, and not to be overwritten.
+    """
     if not plan.dst.exists():
         return False
     try:
@@ -248,25 +254,23 @@ def _already_done(plan: ReshardPlan) -> bool:
     except Zero1CkptError:
         return False
     mine, theirs = plan.stored.manifest, there.manifest
-    same_state = (mine.digest, mine.extra, mine.model, mine.rank_extra) == (
-        theirs.digest,
-        theirs.extra,
-        theirs.model,
-        theirs.rank_extra,
+    same = (
+        (theirs.format, theirs.container) == (plan.format.name, plan.container)
+        and (mine.extra, mine.model, mine.rank_extra) == (theirs.extra, theirs.model, theirs.rank_extra)
+        and plan.stored.other_files() == there.other_files()
+        and theirs.parts == [_part_of(catalog) for catalog in plan.catalogs]
     )
-    same_shape = (theirs.format, theirs.container) == (plan.format.name, plan.container) and all(
-        c.part in there.catalogs
-        and there.catalogs[c.part].state == c.state
-        and there.catalogs[c.part].layout is not None
-        and c.layout is not None
-        and there.catalogs[c.part].layout.rules == c.layout.rules  # type: ignore[union-attr]
-        for c in plan.catalogs
-    )
-    if not (same_state and same_shape):
+    if not same and not overwrite:
         raise OutputError(
             "exists and is not what this command makes", file=plan.dst, hint="choose another place or pass --overwrite"
         )
-    return True
+    return same
+
+
+def _part_of(catalog: Catalog) -> PartManifest:
+    """A part's manifest as it will be: values keep their digests."""
+    rules = None if catalog.layout is None else catalog.layout.rules
+    return make_part(catalog.part, catalog.state, rules, catalog.digests)
 
 
 def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int) -> Path:
