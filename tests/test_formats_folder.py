@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 import zero1ckpt
+from zero1ckpt.cli.main import run as command_line
 from zero1ckpt.core import digest as package_digest
 from zero1ckpt.core.dtypes import DTYPE_NAMES, itemsize, to_safetensors
 from zero1ckpt.core.errors import Zero1CkptError
@@ -328,7 +329,7 @@ def test_nothing_in_the_folder_is_unknown() -> None:
         assert (path / "expected.json").is_file(), path
     assert all((path / "manifest.json").is_file() for path in VECTORS)
     assert sum(path.stat().st_size for path in HOME.rglob("*")) < 1_500_000
-    for path in (p for p in HOME.rglob("*") if p.is_file()):
+    for path in (p for p in HOME.rglob("*") if p.is_file() and p.name != ".gitattributes"):
         kind = path.suffix if not path.name.startswith("schema") else "schema"
         assert kind in (".md", ".json", ".safetensors", "schema"), path
         if path.suffix == ".json" and "broken" not in path.parts:
@@ -398,6 +399,15 @@ def test_the_generator_still_makes_what_is_there(monkeypatch: pytest.MonkeyPatch
 # ------------------------------------------------------------------------------------------------------------- vectors
 
 
+def holds(whole: Any, part: Any) -> bool:
+    """Whether ``whole`` has all that ``part`` says; objects may have more keys."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(key in whole and holds(whole[key], part[key]) for key in part)
+    if isinstance(part, list):
+        return isinstance(whole, list) and len(whole) == len(part) and all(map(holds, whole, part))
+    return bool(whole == part)
+
+
 @each_vector
 def test_vector_has_the_form_of_the_schemas(vector: Path) -> None:
     manifest = load(vector / "manifest.json")
@@ -418,6 +428,17 @@ def test_vector_opens_verifies_and_holds_the_values(vector: Path) -> None:
         assert tensor.reshape(-1)[:3].tolist() == row["first"]
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         assert raw.hex() == row["hex"]
+
+
+@each_vector
+def test_inspect_says_what_is_expected(vector: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line(["inspect", "--json", str(vector)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found["files"] = [row for row in found["files"] if row["path"] != "manifest.json"]
+    wanted = {key: value for key, value in expected(vector).items() if key != "values"}
+    for param in wanted["params"]:
+        del param["scalars"]
+    assert [key for key, value in wanted.items() if not holds(found.get(key), value)] == []
 
 
 @each_vector
@@ -505,6 +526,28 @@ def test_broken_one_is_refused_as_expected(broken: Path, tmp_path: Path) -> None
         assert code == 0 or sorted(p.name for p in tmp_path.iterdir()) == [broken.name], "nothing is left behind"
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     assert {p: p.read_bytes() for p in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda p: p.name)
+def test_command_line_refuses_it_with_one_line(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / broken.name
+    shutil.copytree(broken, folder, ignore=shutil.ignore_patterns("expected.json"))
+    arguments = {
+        "open": ["inspect", str(folder)],
+        "verify": ["verify", str(folder)],
+        "verify --deep": ["verify", "--deep", str(folder)],
+        "reshard": ["reshard", str(folder), str(tmp_path / "out"), "--to-dp", "3"],
+    }
+    for row in load(broken / "expected.json")["expect"]:
+        code = command_line(arguments[row["command"]])
+        output = capsys.readouterr()
+        assert code == row["exit_code"], (row, output)
+        if code:
+            assert output.err.count("\n") == 1 and broken.name in output.err
+            assert all(part in output.err for part in row["message_contains"]), (row, output.err)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda p: p.name)
