@@ -14,6 +14,7 @@ from math import lcm, prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import quote
 
 import jsonschema
 import pytest
@@ -153,15 +154,15 @@ def fragments(buffers: list[dict[str, Any]], dp_size: int, rank: int) -> Iterato
 
 
 class IndependentReader:
-    """Reads a checkpoint of one part, and proves all of it. ``values``: (param, slot) -> bytes."""
+    """Reads one part of a checkpoint, and proves all but other parts. ``values``: (param, slot) -> bytes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, part: str = "") -> None:
         data = (folder / "manifest.json").read_bytes()
         body, _, last = data.rpartition(b'"manifest_digest": "')
         assert last == f'{text(crc(body))}"\n}}\n'.encode()
         self.manifest = json.loads(data)
         self.files = {entry["path"]: entry for entry in self.manifest["files"]}
-        (self.part,) = self.manifest["parts"]
+        self.part = next(p for p in self.manifest["parts"] if p["name"] == part)
         self.params, self.rules = self.part["params"], self.part["layout"]
         self.dp_size = self.rules["dp_size"]
         self.sizes = {slot["name"]: CODES[slot["dtype"]][1] for slot in self.part["slots"]}
@@ -174,14 +175,19 @@ class IndependentReader:
             for slot in p["digests"]
         }
         for rank in range(self.dp_size):
-            self._rank(folder / f"rank-{rank:05d}-of-{self.dp_size:05d}.safetensors", rank)
-        if "extra.safetensors" in self.files:
-            self.extra = self._file(folder / "extra.safetensors")
+            prefix = f"part-{quote(part, safe='')}/" if part else ""
+            self._rank(folder, f"{prefix}rank-{rank:05d}-of-{self.dp_size:05d}.safetensors", rank)
+        names = [
+            name for name in self.files if re.fullmatch(r"(extra|model|rank_extra-\d{5}-of-\d{5})\.safetensors", name)
+        ]
+        self.others = {name: self._file(folder, name) for name in names}
         self._digests()
 
-    def _file(self, path: Path, tensors: dict[str, Any] | None = None, bounds: Iterable[int] = ()) -> dict[str, bytes]:
+    def _file(
+        self, folder: Path, name: str, tensors: dict[str, Any] | None = None, bounds: Iterable[int] = ()
+    ) -> dict[str, bytes]:
         """Tensors of a file, each piece and the file's digest proved; ``tensors``: what the header must hold."""
-        data, entry = path.read_bytes(), self.files[path.name]
+        data, entry = (folder / name).read_bytes(), self.files[name]
         length = int.from_bytes(data[:8], "little")
         header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
         meta = header.pop("__metadata__")
@@ -198,7 +204,7 @@ class IndependentReader:
         assert text(whole) == entry["digest"] == text(crc(data))
         return {name: payload[slice(*row["data_offsets"])] for name, row in header.items()}
 
-    def _rank(self, path: Path, rank: int) -> None:
+    def _rank(self, folder: Path, file: str, rank: int) -> None:
         tensors, start, at = {}, {}, 0
         for b, buffer in enumerate(self.buffers):
             for k, (_, numel, _) in enumerate(buffer["buckets"]):
@@ -216,7 +222,7 @@ class IndependentReader:
                     base = start[f["buffer"], f["bucket"], slot]
                     local = [base + size * e for e in f["gbuf_local"]]
                     places[name, slot] = (local, [size * e for e in f["param"]])
-        found = self._file(path, tensors, [at for local, _ in places.values() for at in local])
+        found = self._file(folder, file, tensors, [at for local, _ in places.values() for at in local])
         payload = bytearray(b"".join(found.values()))
         for key, (local, inside) in places.items():
             self.values[key][slice(*inside)] = payload[slice(*local)]
@@ -228,11 +234,21 @@ class IndependentReader:
         rows = []
         for param in self.params:
             for slot, stated in param["digests"].items():
-                names = ",".join(map(quoted, (param["name"], slot, dtypes[slot])))
-                line = f"[{names},[{','.join(map(str, param['shape']))}]]"
-                assert text(crc(line.encode() + self.values[param["name"], slot])) == stated
+                values = bytes(self.values[param["name"], slot])
+                assert self._tensor(param["name"], slot, dtypes[slot], param["shape"], values) == stated
                 rows.append((param["name"], slot, stated))
-        assert merged(rows) == self.part["digest"] == self.manifest["digest"]
+        assert merged(rows) == self.part["digest"]
+        parts = {part["name"]: part["digest"] for part in self.manifest["parts"]}
+        whole = parts[""] if list(parts) == [""] else merged((name, "", digest) for name, digest in parts.items())
+        assert whole == self.manifest["digest"]
+        for row in self.manifest["model"]:
+            values = self.others["model.safetensors"][row["name"]]
+            assert self._tensor(row["name"], row["kind"], row["dtype"], row["shape"], values) == row["digest"]
+
+    @staticmethod
+    def _tensor(name: str, slot: str, dtype: str, shape: list[int], values: bytes) -> str:
+        line = f"[{','.join(map(quoted, (name, slot, dtype)))},[{','.join(map(str, shape))}]]"
+        return text(crc(line.encode() + values))
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -459,6 +475,25 @@ def test_independent_reader_agrees_where_pieces_end_on_the_grid(tmp_path: Path) 
     cuts = header_of(tmp_path / "c" / "rank-00000-of-00001.safetensors")["__metadata__"]["zero1ckpt.pieces"]
     assert len(cuts) == 16 * 4  # b, a up to the grid, a beyond it, the tail
     IndependentReader(tmp_path / "c")
+
+
+def test_independent_reader_agrees_on_parts_model_tensors_and_rank_bound_state(tmp_path: Path) -> None:
+    models = {name: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)) for name in ("gen", "dis/é")}
+    both = torch.nn.ModuleDict({"one": models["gen"], "two": models["dis/é"], "frozen": torch.nn.Linear(2, 2)})
+    optimizers = {name: zero1ckpt.Zero1Optimizer(m, torch.optim.AdamW, lr=0.1) for name, m in models.items()}
+    rank_extra = {"rng": torch.get_rng_state(), "at": (1, 2)}
+    zero1ckpt.save(tmp_path / "c", optimizers, rank_extra=rank_extra, extra={"t": torch.ones(2)}, model=both)
+    validator(HOME / "manifest.schema.json").validate(load(tmp_path / "c" / "manifest.json"))
+    for name, ckpt in zero1ckpt.open(tmp_path / "c").parts.items():
+        reader = IndependentReader(tmp_path / "c", name)
+        assert reader.values.keys() == set(ckpt.tensors())
+        for (param, slot), value in reader.values.items():
+            assert ckpt.read(param, slot).reshape(-1).view(torch.uint8).numpy().tobytes() == value
+    assert len(reader.manifest["model"]) == 8  # 3 buffers of each batch norm, and the frozen layer
+    file = "rank_extra-00000-of-00001.safetensors"
+    assert reader.others[file]["rank_extra.rng"] == rank_extra["rng"].numpy().tobytes()
+    value = json.loads(header_of(tmp_path / "c" / file)["__metadata__"]["zero1ckpt.value"])
+    assert value == {"rng": {"$tensor": "rank_extra.rng"}, "at": {"$tuple": [1, 2]}}
 
 
 @each_vector
