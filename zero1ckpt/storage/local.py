@@ -70,6 +70,11 @@ class LocalStore:
                 handle.release()
             self._open.clear()
 
+    def __del__(
+        self,
+    ) -> None:  # a checkpoint that is dropped must not keep descriptors: verify and load are called often
+        self.close()
+
     def _fill(self, fd: int, key: str, offset: int, buffers: list[memoryview]) -> int:
         wanted = sum(b.nbytes for b in buffers)
         end = offset + wanted
@@ -164,12 +169,13 @@ class OutputFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
+        self._fd = -1
         with writing(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
                 _reserve(self._fd, nbytes)
             except OSError:
-                os.close(self._fd)
+                self.close()
                 raise
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -189,6 +195,9 @@ class OutputFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def __del__(self) -> None:  # left open by an error
+        self.close()
 
 
 def _reserve(fd: int, nbytes: int) -> None:
