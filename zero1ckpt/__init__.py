@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .core.errors import Zero1CkptError
-from .core.ranges import Range
 
 if TYPE_CHECKING:
     from .api import Checkpoint, open, reshard, verify, write
+    from .core.ranges import Range
     from .training import SaveHandle, Zero1Optimizer, save
 
 __version__ = "0.1.0"
@@ -28,7 +28,7 @@ __all__ = [
     "write",
 ]
 
-_HOMES = {"Zero1Optimizer": "training", "save": "training", "SaveHandle": "training"}
+_HOMES = {"Range": "core.ranges", "Zero1Optimizer": "training", "save": "training", "SaveHandle": "training"}
 
 
 def __getattr__(name: str) -> Any:

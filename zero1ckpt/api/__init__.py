@@ -1,9 +1,17 @@
-"""Open, write, reshard and verify checkpoints: no process group, no GPU, no model code, no torch until needed."""
+"""Open, write, reshard and verify checkpoints: no process group, no GPU, no model code, no torch until needed.
 
-from .checkpoint import Checkpoint, open
-from .resharding import ReshardPlan, plan_reshard, reshard
-from .verification import Finding, Verification, verify
-from .writing import write
+Names are imported when they are used: what only describes a checkpoint does not load what writes one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, open
+    from .resharding import ReshardPlan, plan_reshard, reshard
+    from .verification import Finding, Verification, verify
+    from .writing import write
 
 __all__ = [
     "Checkpoint",
@@ -16,3 +24,23 @@ __all__ = [
     "verify",
     "write",
 ]
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Finding": "verification",
+    "ReshardPlan": "resharding",
+    "Verification": "verification",
+    "open": "checkpoint",
+    "plan_reshard": "resharding",
+    "reshard": "resharding",
+    "verify": "verification",
+    "write": "writing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
