@@ -61,11 +61,11 @@ def _run(page: Page, bar: Bar, what: int, size: int) -> str:
     if what == OTHER:
         return ("╌" if page.unicode else "-") * size
     key = bar.spans[what].key
-    return key * size if not page.colour else key.center(size)
+    return key.center(size) if page.can_fill else key * size
 
 
 def _style(page: Page, what: int, odd: bool) -> str:
-    if not page.colour:
+    if not page.can_fill:
         return ""
     return "dim" if what < 0 else f"{ink(what)} on {shade(what, odd)}"
 
@@ -81,7 +81,9 @@ def _ruler(page: Page, bar: Bar, width: int) -> Text:
             line[rank * width // bar.dp_size] = minor
     for rank in range(0, bar.dp_size, bar.ruler_step(width)):
         at = rank * width // bar.dp_size
-        label = f"{major}{rank}"[: width - at]
+        label = f"{major}{rank}"
+        if at + len(label) > width:
+            label = major
         line[at : at + len(label)] = label
     return Text(_INDENT + "".join(line), "dim", no_wrap=True)
 
@@ -100,7 +102,7 @@ def _legend(page: Page, spans: Sequence[Span], width: int, limit: int) -> list[T
     for row in range(rows):
         line = Text(_INDENT, overflow="fold")
         for i in range(row, len(listed), rows):
-            line.append(listed[i].key, f"{ink(i)} on {shade(i, False)}" if page.colour else "")
+            line.append(listed[i].key, f"{ink(i)} on {shade(i, False)}" if page.can_fill else "")
             line.append(f" {names[i]} ")
             line.append(ranks[i], "dim")
             if i + rows < len(listed):

@@ -190,9 +190,9 @@ def _part_table(parts: list[Row], page: Page) -> Table:
         Column("part", wide=True),
         Column("dp size", right=True),
         Column("bucket size", right=True),
-        Column("buffers", right=True),
-        Column("buckets", right=True),
-        Column("elements", right=True),
+        Column("buffers", right=True, spare=3),
+        Column("buckets", right=True, spare=1),
+        Column("elements", right=True, spare=2),
         Column("files", right=True),
         Column("bytes", right=True),
     )

@@ -89,14 +89,20 @@ def html_page(document: Row, selections: Mapping[str, Selection]) -> str:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th{_align(column.right)}>{_text(column.title)}</th>" for column in table.columns)
-    rows = "\n".join(
+    rows = [
         "<tr>"
         + "".join(f"<td{_align(c.right)}>{_text(cell)}</td>" for c, cell in zip(table.columns, row, strict=True))
         + "</tr>"
         for row in table.rows
-    )
+    ]
+    if table.note:
+        rows.insert(-2, "<tr><td>⋮</td></tr>")
     note = f'<p class="note">{_text(table.note)}</p>' if table.note else ""
-    return f'<h2>{_text(table.title)}</h2><div class="scroll"><table><tr>{head}</tr>\n{rows}</table></div>{note}'
+    return (
+        f'<h2>{_text(table.title)}</h2><div class="scroll"><table><tr>{head}</tr>\n'
+        + "\n".join(rows)
+        + f"</table></div>{note}"
+    )
 
 
 def _align(right: bool) -> str:

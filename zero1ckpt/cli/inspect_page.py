@@ -51,7 +51,9 @@ def _bars(page: Page, selection: Selection) -> None:
     page.line()
     if total > limit:
         page.line(f"  first {limit - 2} and last 2 of {count(total)} buckets; --bucket shows another", "dim")
-    page.line(f"  {'░' if page.unicode else '.'} padding; below each bar: where the shard of a rank begins", "dim")
+    padding, other = ("░", "╌") if page.unicode else (".", "-")
+    others = f"{other} other params, " if narrowed else ""
+    page.line(f"  {others}{padding} padding; the ruler counts ranks", "dim")
 
 
 def facts(part: Row, *, whole: bool) -> list[tuple[str, str]]:
@@ -149,8 +151,8 @@ def _params(part: Row, limit: int) -> Table:
         Column("param", wide=True),
         Column("shape", right=True),
         Column("dtype"),
-        Column("elements", right=True),
-        Column("group", right=True),
+        Column("elements", right=True, spare=2),
+        Column("group", right=True, spare=1),
         Column("bucket", right=True),
     )
     return Table("Params", columns, tuple(rows), _note(part["params"], limit, "--param shows another"))
@@ -172,10 +174,10 @@ def _buckets(part: Row, selection: Selection, limit: int) -> Table:
     ]
     columns = (
         Column("bucket", right=True),
-        Column("param, grad dtype", wide=True),
-        Column("offset", right=True),
+        Column("param, grad dtype", spare=2),
+        Column("offset", right=True, spare=1),
         Column("elements", right=True),
-        Column("unpadded", right=True),
+        Column("unpadded", right=True, spare=3),
         Column("padding", right=True),
         Column("params", right=True),
     )
@@ -199,9 +201,9 @@ def _ranks(ranks: Sequence[Row], total: int) -> Table:
         )
     columns = (
         Column("rank", right=True),
-        Column("bytes", right=True),
+        Column("bytes", right=True, spare=1),
         Column("elements", right=True),
-        Column("params", right=True),
+        Column("params", right=True, spare=2),
         Column("owns", wide=True),
     )
     note = "" if len(rows) == total else f"first {len(rows) - 2} and last 2 of {count(total)}; --rank shows another"
@@ -221,8 +223,8 @@ def _shards(rank: Row, limit: int) -> Table:
     columns = (
         Column("param", wide=True),
         Column("bucket", right=True),
-        Column("gbuf_world", right=True),
-        Column("in_bucket", right=True),
+        Column("gbuf_world", right=True, spare=1),
+        Column("in_bucket", right=True, spare=2),
         Column("gbuf_local", right=True),
         Column("of the param", right=True),
     )

@@ -11,6 +11,7 @@ from typing import NoReturn
 import rich_click as click
 from click.exceptions import Exit
 
+from .environment import start_fast
 from .exit_codes import DONE, explain, signals_interrupt
 from .render import mute_stdout
 from .text import one_line
@@ -98,5 +99,5 @@ def main() -> NoReturn:
     """The console script."""
     if "_ZERO1CKPT_COMPLETE" in os.environ:
         cli.main(prog_name=_PROGRAM, complete_var="_ZERO1CKPT_COMPLETE")
-    code = run(sys.argv[1:])
-    sys.exit(code)
+    start_fast()
+    sys.exit(run(sys.argv[1:]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +21,51 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Page", "Table", "json_text", "mute_stdout", "write_json", "write_stdout"]
 
 _WIDTH = 100
+_GAP = 2
+_NAME = 28
+"""Room that a wrapping column is given before others are left out."""
+_INDENT = "  "
 _NARROWEST, _WIDEST = 40, 200
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; ``wide`` ones wrap, the others never do."""
+    """A column of a table. ``wide`` ones wrap, others never do; the highest ``spare`` goes first for lack of room."""
 
     title: str
     right: bool = False
     wide: bool = False
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of safe text under a title; ``note`` says what was left out."""
+    """Rows of safe text under a title. ``note`` says what was left out before the last two rows."""
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+    def fit(self, width: int) -> tuple[Table, tuple[str, ...]]:
+        """The table without the columns that there is no room for, and their titles. Pure."""
+        keep = list(range(len(self.columns)))
+        while self._width(keep) > width:
+            spare = max(keep, key=lambda i: self.columns[i].spare)
+            if not self.columns[spare].spare:
+                break
+            keep.remove(spare)
+        rows = tuple(tuple(row[i] for i in keep) for row in self.rows)
+        left_out = tuple(column.title for i, column in enumerate(self.columns) if i not in keep)
+        return Table(self.title, tuple(self.columns[i] for i in keep), rows, self.note), left_out
+
+    def _width(self, keep: Sequence[int]) -> int:
+        total = _GAP * (len(keep) - 1)
+        for i in keep:
+            column = self.columns[i]
+            natural = max((len(row[i]) for row in self.rows), default=0)
+            total += max(len(column.title), min(natural, _NAME) if column.wide else natural)
+        return total
 
 
 @dataclass
@@ -68,6 +93,11 @@ class Page:
             emoji=False,
             legacy_windows=False,
         )
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether areas can be told apart by colour: 16 colours are too few, and differ between terminals."""
+        return self.colour and self._console.color_system in ("256", "truecolor")
 
     @classmethod
     def for_stdout(cls) -> Page:
@@ -108,8 +138,10 @@ class Page:
         from rich.table import Table as RichTable
 
         rule = "─" if self.unicode else "-"
+        table, left_out = table.fit(self.width - len(_INDENT))
         box = Box("    \n    \n" + f" {rule}{rule} \n" + "    \n" * 5, ascii=not self.unicode)
         drawn = RichTable(box=box, show_edge=False, pad_edge=False, header_style="dim", border_style="dim")
+        drawn.padding = (0, _GAP - 1, 0, 0)
         for column in table.columns:
             drawn.add_column(
                 column.title,
@@ -118,14 +150,18 @@ class Page:
                 overflow="fold",
                 min_width=8 if column.wide else None,
             )
-        for row in table.rows:
+        for i, row in enumerate(table.rows):
+            if table.note and i == len(table.rows) - 2:
+                drawn.add_row("⋮" if self.unicode else "...")
             drawn.add_row(*row)
         self.title(table.title)
         from rich.padding import Padding
 
-        self.add(Padding(drawn, (0, 0, 0, 2)))
+        self.add(Padding(drawn, (0, 0, 0, len(_INDENT))))
         if table.note:
-            self.line(f"  {table.note}", "dim")
+            self.line(f"{_INDENT}{table.note}", "dim")
+        if left_out:
+            self.line(f"{_INDENT}no room for: {', '.join(left_out)}", "dim")
 
     def text(self) -> str:
         file = self._console.file

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .environment import child_environment
 from .exit_codes import INTERRUPTED
 
 __all__ = ["run_module"]
@@ -17,11 +18,12 @@ __all__ = ["run_module"]
 def run_module(module: str, args: Sequence[str], *, quiet: bool) -> int:
     """Its exit code; 128 and the number where a signal ended it. ``quiet`` drops its standard output."""
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = child_environment()
+    path = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, "-m", module, *args],
         stdout=subprocess.DEVNULL if quiet else None,
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment | {"PYTHONPATH": path},
     )
     try:
         code = process.wait()
