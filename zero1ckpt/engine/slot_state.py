@@ -153,6 +153,13 @@ class SlotState:
 
     # --------------------------------------------------------------------------------------------------------- loading
 
+    def check_load(self, slots: Sequence[SlotSpec], scalars: Sequence[Mapping[str, Scalar]]) -> None:
+        """Raise for what cannot be loaded; changes nothing."""
+        for spec in slots:
+            self._check_slot(spec)
+        for fragment in self._fragments:
+            self._check_scalars(fragment, scalars)
+
     def begin_load(
         self,
         slots: Sequence[SlotSpec],
@@ -160,10 +167,7 @@ class SlotState:
         scalars: Sequence[Mapping[str, Scalar]],
     ) -> None:
         """Make room for ``slots`` and put ``scalars[param index]`` in; see ``Zero1Optimizer.begin_load``."""
-        for spec in slots:
-            self._check_slot(spec)
-        for fragment in self._fragments:
-            self._check_scalars(fragment, scalars)
+        self.check_load(slots, scalars)
         for spec in slots:
             if spec.name != MAIN_PARAM:
                 self._store.ensure(spec.name, self._known_dtype(spec.name))

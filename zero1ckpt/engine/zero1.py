@@ -262,6 +262,10 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         """Hyper-parameters of each group, without params; 0-d tensors as numbers."""
         return plain_groups(self.param_groups)
 
+    def check_load(self, slots: Sequence[SlotSpec], scalars: Sequence[Mapping[str, Scalar]]) -> None:
+        """Raise what ``begin_load`` would raise; changes nothing."""
+        self._slots.check_load(slots, scalars)
+
     @torch.no_grad()
     def begin_load(
         self,

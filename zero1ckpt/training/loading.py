@@ -32,6 +32,7 @@ from ..resharding.plan import correspond, plan_blob
 from ..resharding.prove import Prover
 from .model_tensors import check_model_tensors, restore_model_tensors
 from .saving import VALUE_KEY, live_blobs
+from .together import on_first_rank, together
 
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
@@ -87,20 +88,23 @@ def prepare_load(
     No state has been overwritten where this raises; afterwards the state is neither the old nor the new until
     ``execute_load`` has returned.
     """
-    plan, error = None, None
-    try:
-        plan = _prepare(optimizer, Path(path), options, model)
-    except Zero1CkptError as found:
-        error = found
-    optimizer.control.raise_together(error, "the checkpoint to load")
-    assert plan is not None
-    return plan
+    if options.verify:
+        on_first_rank(optimizer.control, "verification of the checkpoint", lambda: _verify(Path(path)))
+    return together(
+        optimizer.control, "the checkpoint to load", lambda: _prepare(optimizer, Path(path), options, model)
+    )
 
 
 def _prepare(optimizer: Engine, path: Path, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
     stored = describe(path)
-    if options.verify and optimizer.rank == 0:
-        _verify(stored.path)
+    try:
+        return _plan(optimizer, stored, options, model)
+    except BaseException:
+        stored.store.close()
+        raise
+
+
+def _plan(optimizer: Engine, stored: Stored, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
     src = _part(stored, options.part)
     _check_names(src.state, optimizer, options, stored)
     slots = _wanted_slots(src.state, optimizer, options, stored)
@@ -109,29 +113,32 @@ def _prepare(optimizer: Engine, path: Path, options: LoadOptions, model: nn.Modu
     correspond(src.state, state)
     absent = frozenset((param, state.slots[slot].name) for param, slot in state.absent)
     scalars = tuple(_scalars(src.state, spec.name) for spec in state.params)
+    _check_state(optimizer, slots, scalars, stored)
     groups = None if options.groups == "run" else _match_groups(stored, src, optimizer)
     checkpoint = Checkpoint(stored, options.part)
     tensors = checkpoint.model_tensors()
     if tensors:
         _check_model(tensors, model, options, stored)
     extra = dict(checkpoint.extra) if isinstance(checkpoint.extra, dict) else {"extra": checkpoint.extra}
-    extra.update(_rank_extra(stored, optimizer, options))
+    extra.update(_rank_extra(stored, src.state.step, optimizer, options))
     return LoadPlan(stored, src, dst, absent, scalars, groups, tensors, extra)
 
 
 def execute_load(optimizer: Engine, plan: LoadPlan, model: nn.Module | None) -> None:
     """Reads this rank's bytes into the shards, then everything that hangs on them."""
-    error = None
-    try:
+
+    def fill() -> None:
         optimizer.begin_load(plan.dst.state.slots, plan.absent, plan.scalars)
         _copy(optimizer, plan)
-    except Zero1CkptError as found:
-        error = found
-    optimizer.control.raise_together(error, "the data of the checkpoint")
+
+    try:
+        together(optimizer.control, "the data of the checkpoint", fill)
+    finally:
+        plan.stored.store.close()
     if model is not None and plan.model_tensors:
         restore_model_tensors(model, plan.model_tensors)
+        _take_unfrozen(optimizer, plan)
     optimizer.finish_load(plan.src.state.step, plan.groups)
-    plan.stored.store.close()
 
 
 def _copy(optimizer: Engine, plan: LoadPlan) -> None:
@@ -144,6 +151,16 @@ def _copy(optimizer: Engine, plan: LoadPlan) -> None:
     job = Job(rank, payload, moves, ends, blobs.segments(rank), blobs, lambda job: None, pad=False)
     copier = Copier(source, Prover(plan.src, source), _WINDOW, checksum=False)
     run_jobs(copier, iter([job]), 1)
+
+
+@torch.no_grad()
+def _take_unfrozen(optimizer: Engine, plan: LoadPlan) -> None:
+    """Main params of params that were frozen in the file and are trained here: the value that the file has."""
+    for fragment in optimizer.fragments:
+        value = plan.model_tensors.get(fragment.spec.name)
+        if value is not None and fragment.spec.name not in plan.src.state.index:
+            part = fragment.param
+            fragment.main.copy_(value.flatten()[part.start : part.end])
 
 
 def _part(stored: Stored, part: str) -> Catalog:
@@ -192,6 +209,15 @@ def _wanted_slots(src: PartState, optimizer: Engine, options: LoadOptions, store
             hint='pass missing="init" to start them fresh',
         )
     return canonical_slots({slot.name: slot.dtype for slot in src.slots if slot.name in known})
+
+
+def _check_state(
+    optimizer: Engine, slots: Sequence[SlotSpec], scalars: Sequence[Mapping[str, Scalar]], stored: Stored
+) -> None:
+    try:
+        optimizer.check_load(slots, scalars)
+    except Zero1CkptError as error:
+        raise error.at(stored.path) from error
 
 
 def _live(optimizer: Engine, src: Catalog, slots: tuple[SlotSpec, ...], format: Format) -> Catalog:
@@ -261,7 +287,7 @@ def _check_model(
         check_model_tensors(model, tensors, strict=options.unexpected == "error")
 
 
-def _rank_extra(stored: Stored, optimizer: Engine, options: LoadOptions) -> dict[str, Any]:
+def _rank_extra(stored: Stored, step: int, optimizer: Engine, options: LoadOptions) -> dict[str, Any]:
     """Rank-bound state under ``rank_extra``: this rank's own at the same number of ranks, else as was chosen."""
     record = stored.manifest.rank_extra
     if record is None or options.rank_state == "drop":
@@ -277,7 +303,7 @@ def _rank_extra(stored: Stored, optimizer: Engine, options: LoadOptions) -> dict
         )
     if options.rank_state == "keep":
         return {"rank_extra": {r: _read_rank_extra(stored, r, record.ranks) for r in range(record.ranks)}}
-    seed = crc64(f"{stored.manifest.digest} {optimizer.applied_steps} {optimizer.rank}".encode())
+    seed = crc64(f"{stored.manifest.digest} {step} {optimizer.rank}".encode())
     return {"rank_extra": {"seed": seed >> 1}}
 
 
@@ -305,6 +331,7 @@ def _read_rank_extra(stored: Stored, rank: int, ranks: int) -> Any:
 
 
 def _verify(path: Path) -> None:
+    """The folder as ``load`` finds it: a run folder's pointer is followed."""
     result = verify_checkpoint(path, deep=True)
     if not result:
         first = result.findings[0]

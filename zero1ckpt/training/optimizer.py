@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import Zero1CkptError
 from ..engine.zero1 import Zero1Optimizer as Engine
 from ..registry import DEFAULT_FORMAT
 from .loading import LoadOptions, execute_load, prepare_load
-from .saving import SaveHandle, save
+from .saving import SaveHandle, check_whole, save
 
 __all__ = ["Zero1Optimizer"]
 
@@ -24,7 +23,7 @@ class Zero1Optimizer(Engine):
 
     def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
         self._model = params if isinstance(params, nn.Module) else model
-        self._half_loaded = False
+        self.half_loaded = False
         super().__init__(params, *args, model=model, **options)
 
     def save(
@@ -47,7 +46,6 @@ class Zero1Optimizer(Engine):
 
         Raises, on every rank alike, ``UsageError`` for arguments, ``OutputError`` where nothing can be written.
         """
-        self._check_whole()
         return save(
             path,
             {"": self},
@@ -86,19 +84,12 @@ class Zero1Optimizer(Engine):
         """
         options = LoadOptions(part, groups, missing, unexpected, rank_state, verify)
         plan = prepare_load(self, path, options, self._model)
-        self._half_loaded = True
+        self.half_loaded = True
         execute_load(self, plan, self._model)
-        self._half_loaded = False
+        self.half_loaded = False
         return plan.extra
 
     def step(self, closure: Any = None) -> Any:
         """Reduces, unscales, clips, steps and gathers. Returns the closure's loss, or None."""
-        self._check_whole()
+        check_whole(self)
         return super().step(closure)
-
-    def _check_whole(self) -> None:
-        if self._half_loaded:
-            raise Zero1CkptError(
-                "the last load failed half-way, and the optimizer's state is neither the old nor the new",
-                hint="load a sound checkpoint first",
-            )

@@ -29,7 +29,7 @@ from ..api.commit import (
 from ..api.stored import MODEL_FILE, part_prefix, rank_extra_file
 from ..api.writing import canonical_slots
 from ..core.digest import crc64, format_digest, tensor_digest
-from ..core.errors import InterruptedRunError, UsageError, Zero1CkptError
+from ..core.errors import UsageError, Zero1CkptError
 from ..core.layout import LayoutRules, layout_params
 from ..encodings.tensor_file import TensorData, write_tensor_file
 from ..engine.control import ControlPlane
@@ -43,11 +43,12 @@ from ..registry import DEFAULT_FORMAT, find_container, find_format
 from ..resharding.files import BlobReport, PartCopy, copy_part
 from ..storage.staging import Area, Staging, staged
 from .model_tensors import collect_model_tensors
+from .together import as_report, together
 
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["SaveHandle", "save"]
+__all__ = ["SaveHandle", "check_whole", "save"]
 
 VALUE_KEY = "zero1ckpt.value"
 """Metadata key under which a rank-bound file holds its value, as JSON."""
@@ -129,16 +130,23 @@ def save(
         raise UsageError("no optimizers to save", expected="a mapping of part names to optimizers")
     group = process_group if process_group is not None else next(iter(optimizers.values())).process_group
     control = ControlPlane(group) if process_group is not None else next(iter(optimizers.values())).control
-    request, error = None, None
-    try:
-        request = _request(
-            path, optimizers, format, container, extra, rank_extra, model, overwrite, first=control.rank == 0
+    first = control.rank == 0
+
+    def read() -> _Request:
+        for optimizer in optimizers.values():
+            check_whole(optimizer)
+        return _request(path, optimizers, format, container, extra, rank_extra, model, overwrite, first=first)
+
+    return SaveHandle(_save(together(control, "arguments of save", read), control))
+
+
+def check_whole(optimizer: Engine) -> None:
+    """Raises ``Zero1CkptError`` where a load has failed half-way: such a state must neither be saved nor trained."""
+    if getattr(optimizer, "half_loaded", False):
+        raise Zero1CkptError(
+            "the last load failed half-way, and the optimizer's state is neither the old nor the new",
+            hint="load a sound checkpoint first",
         )
-    except Zero1CkptError as found:
-        error = found
-    control.raise_together(error, "arguments of save")
-    assert request is not None
-    return SaveHandle(_save(request, control))
 
 
 def _request(
@@ -185,15 +193,23 @@ def _model_entry(kind: str, data: TensorData) -> ModelTensor:
 def _save(request: _Request, control: ControlPlane) -> Path:
     if control.rank:
         root = _agreed(control, None, "the folder of a save")
-        report = _write(request, Area(Path(root)), control)
+        report, raised = _write(request, Area(Path(root)), control)
         control.gather(report, "the reports of a save")
-        _agreed(control, None, "the end of a save")
+        try:
+            _agreed(control, None, "the end of a save")
+        except Zero1CkptError:
+            if raised is not None:
+                raise raised from None
+            raise
         return request.path
     staging = _open_staging(request, control)
     with staged(staging):
+        report, raised = _write(request, staging, control)
+        reports = control.gather(report, "the reports of a save")  # where this raises, there is no one to tell
+        assert reports is not None
         try:
-            reports = control.gather(_write(request, staging, control), "the reports of a save")
-            assert reports is not None
+            if raised is not None:
+                raise raised
             staging.publish("manifest.json", _manifest(request, reports))
         except BaseException as error:
             _tell(control, error, "the end of a save")
@@ -221,10 +237,7 @@ def _payload_bytes(optimizer: Engine) -> int:
 
 def _tell(control: ControlPlane, error: BaseException | None, what: str) -> None:
     """Rank 0 says how it went; whatever is not an error of ours still ends the others."""
-    if isinstance(error, Zero1CkptError) or error is None:
-        told: Zero1CkptError | None = error
-    else:
-        told = InterruptedRunError(f"rank 0 stopped: {type(error).__name__}: {error}")
+    told = None if error is None else as_report(error)
     control.broadcast((None if told is None else (type(told), str(told)), None), what)
 
 
@@ -237,8 +250,11 @@ def _agreed(control: ControlPlane, value: Any, what: str) -> Any:
     return told
 
 
-def _write(request: _Request, area: Area, control: ControlPlane) -> _Report:
-    """This rank's files; an error becomes part of the report, so that no rank waits for another in vain."""
+def _write(request: _Request, area: Area, control: ControlPlane) -> tuple[_Report, BaseException | None]:
+    """This rank's files; an error becomes part of the report, so that no rank waits for another in vain.
+
+    Whatever it is: a rank that left here, interrupted or out of memory, would keep the others waiting.
+    """
     parts: dict[str, tuple[_Header, BlobReport]] = {}
     files: list[FileEntry] = []
     try:
@@ -251,9 +267,9 @@ def _write(request: _Request, area: Area, control: ControlPlane) -> _Report:
             files += write_extra(area, [*tensors, *request.extra_tensors])
             if request.model:
                 files.append(write_tensor_file(area.path(MODEL_FILE), MODEL_FILE, [data for _, data in request.model]))
-    except Zero1CkptError as error:
-        return _Report(error, {}, [], None)
-    return _Report(None, parts, files, _extra_digest(request))
+        return _Report(None, parts, files, _extra_digest(request)), None
+    except BaseException as error:
+        return _Report(as_report(error), {}, [], None), error
 
 
 def _write_part(request: _Request, area: Area, part: str, optimizer: Engine) -> tuple[_Header, BlobReport]:
