@@ -14,7 +14,7 @@ STEP_LR = 1e-2
 
 
 class Net(nn.Module):
-    """A BatchNorm's buffers, a tied weight, a frozen param, a param of one element: 1,4xx params of odd sizes."""
+    """A BatchNorm's buffers, a tied weight, a frozen param, a param of one element; sizes are odd."""
 
     def __init__(self, dtype=torch.float32, norm=False):
         super().__init__()
@@ -27,8 +27,8 @@ class Net(nn.Module):
         self.head.weight = self.emb.weight
         self.gain = nn.Parameter(torch.ones(1))
         with torch.no_grad():
-            for param in self.parameters():
-                if param.dim() > 1:
+            for name, param in self.named_parameters():
+                if param.dim() > 1 or name.endswith("bias"):
                     param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
         self.frozen = nn.Parameter(torch.full((3, 2), 0.5), requires_grad=False)
         self.to(dtype)

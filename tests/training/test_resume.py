@@ -50,7 +50,7 @@ def test_same_dp_bit_for_bit(work, dtype):
         same_state(work / "end", work / f"again-{bucket_size}")
 
 
-# The bound across dp sizes. The gradients of one step differ by rounding: |error| <= dp x 2^-23 x sum |g_r|, and as much
+# The bound across dp sizes. The gradients of a step differ by rounding: |error| <= dp x 2^-23 x sum |g_r|, and as much
 # again from forward and backward over other parts of the batch. AdamW turns a relative error of a gradient into the
 # same share of lr; only elements whose gradient cancels to nearly nothing move by more. The bound on a weight after n
 # steps is n x lr x SHARE, about 80 x 2^-23. The tests below show that moments through bf16, a main param through bf16
@@ -100,7 +100,7 @@ def test_bf16_at_another_dp(work):
 def exact_grads(model, step, rank, dp):
     """Gradients whose sums and means over ranks are exact, so that they are the same at every dp size.
 
-    Sixty samples of small integers: the sum of a rank's samples, times dp and then divided by it, is exact, also in bf16.
+    Sixty samples of small integers: the sum of a rank's samples, times dp, then divided by it, is exact, in bf16 too.
     """
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(step * 131 + len(name) + 7 * len(SHAPES[name]))
