@@ -7,8 +7,9 @@ import torch.distributed as dist
 from tests.engine.harness import run_ranks
 from tests.engine.models import SHAPES, Bag, bits_equal, grads_of
 from zero1ckpt.engine import collectives
-from zero1ckpt.engine.collectives import LocalCommunicator, NativeCommunicator, make_communicator, ordered_sum
+from zero1ckpt.engine.collectives import LocalCommunicator, NativeCommunicator, make_communicator
 from zero1ckpt.engine.grad_norm import global_norm
+from zero1ckpt.engine.reductions import ordered_sum
 from zero1ckpt.engine.zero1 import Zero1Optimizer
 
 

@@ -62,10 +62,13 @@ def test_expert_params():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"loss_scale": "dynamic"}, UnsupportedError, "loss_scale"),
+        ({"loss_scale": "static"}, UsageError, "loss_scale"),
+        ({"loss_scale": 0.0}, UsageError, "loss_scale"),
         ({"offload": True}, UnsupportedError, "offload"),
         ({"num_distributed_optimizer_instances": 2}, UnsupportedError, "num_distributed_optimizer_instances"),
-        ({"reduce": "tree"}, UnsupportedError, "reduce"),
+        ({"reduce": "ring"}, UsageError, "reduce"),
+        ({"reduce": "tree", "grad_dtype": "bfloat16"}, UsageError, "p: .*tree"),
+        ({"timeout": 0}, UsageError, "timeout"),
         ({"expert_group": object()}, UnsupportedError, "expert_group"),
         ({"elementwise": False}, UnsupportedError, "elementwise"),
         ({"bucket_size": 0}, UsageError, "bucket_size"),
@@ -79,7 +82,7 @@ def test_expert_params():
 )
 def test_options(options, error, words):
     with pytest.raises(error, match=words):
-        make([weight(2)], **options)
+        make([("p", weight(2))], **options)
 
 
 def test_optimizers_that_are_not_elementwise():

@@ -314,6 +314,9 @@ def _compare_parts(part: str, a: Catalog, b: Catalog) -> Iterator[Finding]:
         yield Finding("different_order", "the params are registered in another order", part)
     if not same_value([dict(g) for g in a.state.groups], [dict(g) for g in b.state.groups]):
         yield Finding("different_groups", "the groups' hyper-parameters differ", part)
+    if a.state.loss_scale != b.state.loss_scale:
+        scales = f"{a.state.loss_scale} in one and {b.state.loss_scale} in the other"
+        yield Finding("different_loss_scale", f"the dynamic loss scale is {scales}", part)
 
 
 def _compare_params(part: str, name: str, a: PartState, b: PartState) -> Iterator[Finding]:

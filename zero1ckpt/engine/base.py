@@ -21,8 +21,12 @@ _NOT_HYPER = ("params", "param_names")
 
 
 class StepReport:
-    """What the last step did. ``grad_norm``: before clipping, None where it was not computed; reading it waits for the
-    device. ``unused``: names of params that got no gradient on any rank.
+    """What the last step did, the same on all ranks: ``optimizer.last``.
+
+    ``grad_norm``: global 2-norm of the reduced and unscaled gradient before clipping; None where it was not computed
+    (no ``max_grad_norm``) or is not finite under a loss scale. Reading it waits for the device. ``found_inf``: a
+    gradient was not finite on some rank; only a loss scale looks for that. ``skipped``: nothing was updated, ``step``
+    did not count, and a scheduler should not be stepped. ``unused``: names of params that got no gradient on any rank.
     """
 
     def __init__(

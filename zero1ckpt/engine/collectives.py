@@ -2,8 +2,8 @@
 
 A bucket is a contiguous 1-D tensor of ``size x shard`` elements; rank ``r`` owns ``[r * shard, (r + 1) * shard)``.
 Sums are taken in rank order, ``((g0 + g1) + g2) + ...``, for every element wherever it lies in the bucket, then divided
-by ``size``: a gradient does not depend on how a buffer is cut into buckets. Native collectives do not promise that:
-gloo's ring starts each chunk at another rank.
+by ``size`` (``reductions`` has other choices): a gradient does not depend on how a buffer is cut into buckets. Native
+collectives do not promise that: gloo's ring starts each chunk at another rank.
 
 Why point-to-point on gloo: 10 M float32 elements, one thread a rank, two cores, median of 7 by turns, as a multiple of
 ``all_reduce`` plus division on the same ranks:
@@ -22,13 +22,19 @@ batched ``isend``/``irecv`` gather         0.45     0.43
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from .reductions import REDUCTIONS, Reduction, fixed_sum
+from .waiting import Arrivals, group_timeout
+
 __all__ = [
+    "AllToAllCommunicator",
     "Communicator",
     "LocalCommunicator",
     "NativeCommunicator",
@@ -48,13 +54,15 @@ class Traffic:
 
     messages: int = 0
     elements_sent: int = 0
+    bytes_sent: int = 0
 
-    def add(self, messages: int, elements: int) -> None:
+    def add(self, messages: int, elements: int, itemsize: int) -> None:
         self.messages += messages
         self.elements_sent += elements
+        self.bytes_sent += elements * itemsize
 
     def reset(self) -> None:
-        self.messages = self.elements_sent = 0
+        self.messages = self.elements_sent = self.bytes_sent = 0
 
 
 class Pending(Protocol):
@@ -64,20 +72,32 @@ class Pending(Protocol):
 
 
 class Communicator(ABC):
-    """Collectives of one data-parallel group. Every rank calls the same methods in the same order."""
+    """Collectives of one data-parallel group. Every rank calls the same methods in the same order.
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+    ``reduction``: how gradients are summed. ``arrivals``: names the ranks that others wait for in vain.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, reduction: Reduction, arrivals: Arrivals | None) -> None:
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.reduction = reduction
+        self.arrivals = arrivals or Arrivals(None, 0, 1)
         self.traffic = Traffic()
 
     @abstractmethod
-    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor) -> Pending:
+    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
         """Start to write the mean over ranks of this rank's slice of ``bucket`` into ``out``.
 
         ``out``: 1-D, ``bucket.numel() / size`` elements; its dtype is that of the sum. It may be the rank's own slice
-        of ``bucket``. Other slices of ``bucket`` keep this rank's values.
+        of ``bucket``. Other slices of ``bucket`` keep this rank's values, times 1 / size where ``reduction`` prescales.
+        ``ahead``: all of it shall travel before ``wait`` is called, whatever scratch that takes.
         """
+
+    def begin_reduce_scatters(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, ahead: bool = False
+    ) -> list[Pending]:
+        """``begin_reduce_scatter`` of each (bucket, out), launched as one where the backend can."""
+        return [self.begin_reduce_scatter(bucket, out, ahead=ahead) for bucket, out in pairs]
 
     @abstractmethod
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
@@ -96,6 +116,18 @@ class Communicator(ABC):
 
     def all_gather(self, bucket: torch.Tensor) -> None:
         self.begin_all_gather(bucket).wait()
+
+    def on_the_wire(self, bucket: torch.Tensor) -> torch.Tensor:
+        """What is sent of ``bucket``: itself, scaled in place where the reduction says so, or a copy in its dtype."""
+        if self.reduction.prescale:
+            bucket.mul_(1 / self.size)
+        wire = self.reduction.wire
+        return bucket if wire is None else bucket.to(wire)
+
+    def to_mean(self, total: torch.Tensor) -> None:
+        """Make the mean of a sum, in place."""
+        if not self.reduction.prescale:
+            total.div_(self.size)
 
     def own(self, bucket: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a bucket, a view."""
@@ -119,10 +151,10 @@ _DONE = _Done()
 class LocalCommunicator(Communicator):
     """One rank: nothing is sent, and the mean over ranks is the gradient itself."""
 
-    def __init__(self) -> None:
-        super().__init__(0, 1)
+    def __init__(self, reduction: Reduction = REDUCTIONS["mean"]) -> None:
+        super().__init__(None, reduction, None)
 
-    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor) -> Pending:
+    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
         if out.data_ptr() != bucket.data_ptr():
             out.copy_(bucket)
         return _DONE
@@ -140,22 +172,27 @@ class LocalCommunicator(Communicator):
 class PointToPointCommunicator(Communicator):
     """gloo on CPU: slices go straight to their owners, which sum them in rank order."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        reduction: Reduction = REDUCTIONS["mean"],
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        super().__init__(group, reduction, arrivals)
         self.group = group
         self.peers = [(k, dist.get_global_rank(group, k)) for k in range(self.size) if k != self.rank]
         self._idle: dict[torch.dtype, list[torch.Tensor]] = {}
 
-    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor) -> Pending:
-        return _OrderedReduction(self, bucket, out) if bucket.numel() else _DONE
+    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
+        return _OrderedReduction(self, self.on_the_wire(bucket), out, ahead) if bucket.numel() else _DONE
 
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
         if not bucket.numel():
             return _DONE
         own = self.own(bucket)
-        return _Works(
-            self.exchange({k: own for k, _ in self.peers}, {k: self.slice_of(bucket, k) for k, _ in self.peers})
-        )
+        sent = {k: own for k, _ in self.peers}
+        received = {k: self.slice_of(bucket, k) for k, _ in self.peers}
+        return _Works(self.exchange(sent, received), self.arrivals, "all-gather")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
@@ -169,7 +206,7 @@ class PointToPointCommunicator(Communicator):
         for k, peer in self.peers:
             ops.append(dist.P2POp(dist.isend, sent[k], peer, self.group))
             ops.append(dist.P2POp(dist.irecv, received[k], peer, self.group))
-            self.traffic.add(1, sent[k].numel())
+            self.traffic.add(1, sent[k].numel(), sent[k].element_size())
         return list(dist.batch_isend_irecv(ops))
 
     def take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -189,41 +226,48 @@ class PointToPointCommunicator(Communicator):
 class _Works:
     """Posted sends and receives."""
 
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
+    def __init__(self, works: list[Any], arrivals: Arrivals, what: str) -> None:
+        self._works, self._arrivals, self._what = works, arrivals, what
+        self._number = arrivals.next()
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            self._arrivals.wait(work, self._number, self._what)
 
 
 class _OrderedReduction:
-    """A reduce-scatter in flight, window by window: the next window travels while this one is summed."""
+    """A reduce-scatter in flight, window by window: the next window travels while this one is summed.
 
-    def __init__(self, comm: PointToPointCommunicator, bucket: torch.Tensor, out: torch.Tensor) -> None:
+    ``ahead`` posts all windows at once, since nothing can be posted later without the order of messages depending on
+    when a rank comes to wait: then all that is received is alive until the sum.
+    """
+
+    def __init__(self, comm: PointToPointCommunicator, bucket: torch.Tensor, out: torch.Tensor, ahead: bool) -> None:
         self._comm, self._bucket, self._out = comm, bucket, out
+        self._number = comm.arrivals.next()
         shard = bucket.numel() // comm.size
         step = max(1, WINDOW // (comm.size - 1))
         self._windows = [(at, min(at + step, shard)) for at in range(0, shard, step)]
         self._width = min(step, shard)
-        depth = min(2, len(self._windows))
-        self._scratch = comm.take_scratch(depth * (comm.size - 1) * self._width, bucket.dtype)
+        self._depth = len(self._windows) if ahead else min(2, len(self._windows))
+        self._scratch = comm.take_scratch(self._depth * (comm.size - 1) * self._width, bucket.dtype)
         self._works: dict[int, list[Any]] = {}
-        self._post(0)
+        for at in range(self._depth if ahead else 1):
+            self._post(at)
 
     def wait(self) -> None:
         for at in range(len(self._windows)):
-            if at + 1 < len(self._windows):
+            if at + 1 < len(self._windows) and at + 1 not in self._works:
                 self._post(at + 1)
             for work in self._works.pop(at):
-                work.wait()
+                self._comm.arrivals.wait(work, self._number, "reduce-scatter")
             self._sum(at)
         self._comm.give_scratch(self._scratch)
 
     def _received(self, at: int) -> dict[int, torch.Tensor]:
         """Where each peer's part of window ``at`` arrives, by rank."""
         low, high = self._windows[at]
-        base = (at % 2) * (self._comm.size - 1)
+        base = (at % self._depth) * (self._comm.size - 1)
         places = {}
         for nth, (k, _) in enumerate(self._comm.peers):
             start = (base + nth) * self._width
@@ -240,51 +284,57 @@ class _OrderedReduction:
         parts = self._received(at)
         parts[self._comm.rank] = self._comm.own(self._bucket)[low:high]
         out = self._out[low:high]
-        ordered_sum([parts[k] for k in range(self._comm.size)], self._comm.rank, out)
-        out.div_(self._comm.size)
-
-
-def ordered_sum(parts: list[torch.Tensor], own: int, out: torch.Tensor) -> None:
-    """``out = ((parts[0] + parts[1]) + parts[2]) + ...`` in ``out``'s dtype.
-
-    ``out`` may be ``parts[own]``; the parts before ``own`` are overwritten then (partial sums).
-    """
-    if out.dtype != parts[0].dtype:
-        out.copy_(parts[0])
-        for part in parts[1:]:
-            out.add_(part)
-        return
-    running = parts[0]
-    for k, part in enumerate(parts[1:], 1):
-        target = out if k >= own else running
-        torch.add(running, part, out=target)
-        running = target
+        fixed_sum(self._comm.reduction, [parts[k] for k in range(self._comm.size)], self._comm.rank, out)
+        self._comm.to_mean(out)
 
 
 class NativeCommunicator(Communicator):
     """The backend's own collectives (NCCL on CUDA). The order of a sum is the backend's: equal from run to run on the
-    same machine and bucket size, not across bucket sizes. An all-to-all with an ordered sum can stand beside it.
+    same machine and bucket size, not across bucket sizes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        reduction: Reduction = REDUCTIONS["mean"],
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        super().__init__(group, reduction, arrivals)
         self.group = group
 
-    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor) -> Pending:
+    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
         if not bucket.numel():
             return _DONE
+        bucket = self.on_the_wire(bucket)
         wire = out if out.dtype == bucket.dtype else torch.empty_like(out, dtype=bucket.dtype)
         work = dist.reduce_scatter_tensor(wire, bucket, group=self.group, async_op=True)
-        self.traffic.add(1, bucket.numel() - out.numel())
-        return _NativeReduction(work, bucket, wire, out, self.size)
+        self.traffic.add(1, bucket.numel() - out.numel(), bucket.element_size())
+        return _NativeReduction(self, work, bucket, wire, out)
+
+    def begin_reduce_scatters(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, ahead: bool = False
+    ) -> list[Pending]:
+        full = [(bucket, out) for bucket, out in pairs if bucket.numel()]
+        if self.reduction.fixed or len(full) < 2 or len({bucket.dtype for bucket, _ in full}) > 1:
+            return super().begin_reduce_scatters(pairs, ahead=ahead)
+        made: list[Pending] = []
+        with dist.distributed_c10d._coalescing_manager(self.group, full[0][0].device, async_ops=True) as work:
+            for bucket, out in full:
+                sent = self.on_the_wire(bucket)
+                wire = out if out.dtype == sent.dtype else torch.empty_like(out, dtype=sent.dtype)
+                dist.reduce_scatter_tensor(wire, sent, group=self.group)
+                made.append(_NativeReduction(self, work, sent, wire, out))
+        self.traffic.add(1, sum(b.numel() - out.numel() for b, out in full), full[0][0].element_size())
+        launched = iter(made)
+        return [next(launched) if bucket.numel() else _DONE for bucket, _ in pairs]
 
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
         if not bucket.numel():
             return _DONE
         own = self.own(bucket)
         work = dist.all_gather_into_tensor(bucket, own, group=self.group, async_op=True)
-        self.traffic.add(1, bucket.numel() - own.numel())
-        return _Works([work])
+        self.traffic.add(1, bucket.numel() - own.numel(), bucket.element_size())
+        return _Works([work], self.arrivals, "all-gather")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
@@ -296,14 +346,50 @@ class NativeCommunicator(Communicator):
 class _NativeReduction:
     """A native reduce-scatter in flight; keeps its tensors alive."""
 
-    def __init__(self, work: Any, bucket: torch.Tensor, wire: torch.Tensor, out: torch.Tensor, size: int) -> None:
-        self._work, self._bucket, self._wire, self._out, self._size = work, bucket, wire, out, size
+    def __init__(
+        self, comm: NativeCommunicator, work: Any, bucket: torch.Tensor, wire: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self._comm, self._work, self._bucket, self._wire, self._out = comm, work, bucket, wire, out
+        self._number = comm.arrivals.next()
 
     def wait(self) -> None:
-        self._work.wait()
+        self._comm.arrivals.wait(self._work, self._number, "reduce-scatter")
         if self._wire is not self._out:
             self._out.copy_(self._wire)
-        self._out.div_(self._size)
+        self._comm.to_mean(self._out)
+
+
+class AllToAllCommunicator(NativeCommunicator):
+    """As ``NativeCommunicator``, but slices go to their owners in one all-to-all, and are summed there in a fixed order
+    and in the dtype of the main params. It takes as much scratch as the bucket has on the wire.
+    """
+
+    def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
+        if not bucket.numel():
+            return _DONE
+        wire = self.on_the_wire(bucket)
+        received = torch.empty_like(wire)
+        work = dist.all_to_all_single(received, wire, group=self.group, async_op=True)
+        self.traffic.add(1, wire.numel() - out.numel(), wire.element_size())
+        return _AllToAllReduction(self, work, wire, received, out)
+
+
+class _AllToAllReduction:
+    """An all-to-all in flight; keeps its tensors alive."""
+
+    def __init__(
+        self, comm: AllToAllCommunicator, work: Any, wire: torch.Tensor, received: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self._comm, self._work, self._wire, self._received, self._out = comm, work, wire, received, out
+        self._number = comm.arrivals.next()
+
+    def wait(self) -> None:
+        comm = self._comm
+        comm.arrivals.wait(self._work, self._number, "all-to-all")
+        parts = [comm.slice_of(self._received, k) for k in range(comm.size)]
+        # No part is ``out``: with own = 0 no part is overwritten before it has been added.
+        fixed_sum(comm.reduction, parts, 0, self._out)
+        comm.to_mean(self._out)
 
 
 def _gather_rows(row: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -312,10 +398,19 @@ def _gather_rows(row: torch.Tensor, size: int, group: dist.ProcessGroup) -> torc
     return torch.stack(rows)
 
 
-def make_communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-    """The communicator for tensors on ``device``; ``group=None`` or a group of one sends nothing."""
+def make_communicator(
+    group: dist.ProcessGroup | None, device: torch.device, reduce: str = "mean", timeout: timedelta | None = None
+) -> Communicator:
+    """The communicator for tensors on ``device``; ``group=None`` or a group of one sends nothing.
+
+    ``reduce``: see ``reductions``. ``timeout``: how long a rank waits for others, by default as long as ``group`` does.
+    On CUDA only streams wait for a collective, and NCCL's watchdog minds the time; the control plane, which waits in
+    each step, names who is missing.
+    """
+    reduction = REDUCTIONS[reduce]
     if group is None or dist.get_world_size(group) == 1:
-        return LocalCommunicator()
+        return LocalCommunicator(reduction)
     if device.type == "cpu":
-        return PointToPointCommunicator(group)
-    return NativeCommunicator(group)
+        return PointToPointCommunicator(group, reduction, Arrivals.of_group(group, timeout or group_timeout(group)))
+    kind = AllToAllCommunicator if reduction.fixed else NativeCommunicator
+    return kind(group, reduction, Arrivals.of_group(group, None))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..core.digest import crc64
 from ..core.errors import UsageError, Zero1CkptError
+from .waiting import Arrivals, group_timeout
 
 __all__ = ["ControlPlane"]
 
@@ -28,13 +29,14 @@ class ControlPlane:
     All ranks of the group make it, and call its methods, in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> None:
-        self.timeout = timeout
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+        self.timeout = timeout or TIMEOUT
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._group: dist.ProcessGroup | None = None
         if group is not None and self.size > 1:
             self._group = group if _has_gloo(group) else _gloo_beside(group)
+            self._arrivals = Arrivals.of_group(self._group, timeout or min(TIMEOUT, group_timeout(self._group)))
 
     def barrier(self, what: str = "control plane") -> None:
         """Wait for all ranks. Raises ``Zero1CkptError`` that names the missing ones after ``timeout``."""
@@ -116,9 +118,10 @@ class ControlPlane:
             return lambda: own
         tensor = torch.tensor(flags, dtype=torch.uint8)
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        number = self._arrivals.next()
 
         def wait() -> list[bool]:
-            work.wait()
+            self._arrivals.wait(work, number, "step")
             return [bool(flag) for flag in tensor.tolist()]
 
         return wait

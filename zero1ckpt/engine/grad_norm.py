@@ -8,7 +8,7 @@ import torch
 
 from .collectives import Communicator
 
-__all__ = ["clip_by_norm", "global_norm"]
+__all__ = ["clip_by_norm", "count_zeros", "global_norm"]
 
 CHUNK = 1 << 18
 """Elements that are squared in float64 at a time: the float64 copy stays this small."""
@@ -32,6 +32,14 @@ def global_norm(shards: Iterable[torch.Tensor], comm: Communicator, device: torc
     for row in rows[1:]:
         norm = norm + row
     return norm.sqrt().squeeze(0)
+
+
+def count_zeros(pieces: Iterable[torch.Tensor], comm: Communicator, device: torch.device) -> int:
+    """Elements of all ranks' ``pieces`` (disjoint, without padding) that are zero. Reads one number back."""
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for piece in pieces:
+        total += piece.numel() - torch.count_nonzero(piece)
+    return int(comm.gather_rows(total).sum())
 
 
 def clip_by_norm(shards: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import UnsupportedError, UsageError
 from .buffers import ParamGradBuffer
+from .tree import TreeAccumulator
 
 __all__ = ["GradCollector"]
 
@@ -27,8 +28,13 @@ class GradCollector:
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], names: Sequence[str], buffers: Sequence[ParamGradBuffer]
+        self,
+        tensors: Sequence[torch.Tensor],
+        names: Sequence[str],
+        buffers: Sequence[ParamGradBuffer],
+        tree: TreeAccumulator | None = None,
     ) -> None:
+        self._tree = tree
         self._tensors, self._names, self._buffers = tuple(tensors), tuple(names), tuple(buffers)
         self._main: list[torch.Tensor] = [torch.empty(0)] * len(self._tensors)
         for buffer in buffers:
@@ -83,6 +89,8 @@ class GradCollector:
             return
         if grad.layout != torch.strided:
             raise UnsupportedError("sparse gradient", param=self._names[index], hint="use sparse=False")
+        if self._tree is not None:
+            self._tree.arrive()
         if not param.grad_added_to_main_grad:  # type: ignore[attr-defined]  # Megatron's attribute
             self._main[index].add_(grad.detach())
         param.grad = None
@@ -114,6 +122,8 @@ class GradCollector:
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # Megatron's attribute
         self.arrived = [False] * len(self._tensors)
         self.closed = False
+        if self._tree is not None:
+            self._tree.reset()
 
     def _current_versions(self) -> list[int]:
         """Moves with every in-place write to a buffer or to a main grad, which are views of it."""

@@ -1,21 +1,36 @@
 """The mixed-precision layer: owns ``step()``; main params and gradients may have another dtype than the model's.
 
-Order of a step: gradients are made ready (``collect_main_grads``: copied to the main dtype, and unscaled), clipped by
-the global norm, the inner optimizer updates the main params, and ``copy_main_to_model`` puts them into the model.
+Order of a step: gradients are made ready (``copy_grads_to_main``, then unscaled in place where ``main_grad_shards``
+says they are), clipped by the global norm, the inner optimizer updates the main params, and ``copy_main_to_model`` puts
+them into the model.
+
+With a loss scale, a step whose gradients are not finite on any rank is left out on all of them. It does not count as a
+step, and a schedule should not move::
+
+    optimizer.scale(loss).backward()
+    optimizer.step()
+    if not optimizer.last.skipped:
+        scheduler.step()
+
+A scheduler that is stepped nevertheless is ahead of the updates by ``optimizer.skipped_steps``; torch's warns only
+where ``optimizer.step()`` was not called at all.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..core.errors import UsageError
+from ..core.errors import UnsupportedError, UsageError
 from .base import OptimizerBase, StepReport
 from .collectives import Communicator
-from .grad_norm import clip_by_norm, global_norm
+from .grad_norm import clip_by_norm, count_zeros, global_norm
+from .grad_scaler import Scaler, any_rank, unscale
 
 __all__ = ["MixedPrecisionOptimizer"]
 
@@ -32,12 +47,17 @@ class MixedPrecisionOptimizer(OptimizerBase):
         comm: Communicator,
         device: torch.device,
         max_grad_norm: float | None,
+        scaler: Scaler | None = None,
     ) -> None:
         self.comm = comm
         self.device = device
         self.max_grad_norm = None if max_grad_norm is None else _norm_limit(max_grad_norm)
+        self.scaler = scaler or Scaler()
         self.applied_steps = 0
+        self.skipped_steps = 0
+        """Steps that were left out by this process because a gradient was not finite."""
         self._grads_ready = False
+        self._not_finite: list[int] = []
         self._norm: torch.Tensor | None = None
         super().__init__(inner, public_params, trained)
 
@@ -56,6 +76,10 @@ class MixedPrecisionOptimizer(OptimizerBase):
         """Let the inner optimizer step the main params with the main gradients."""
 
     @abstractmethod
+    def main_grad_pieces(self) -> Sequence[torch.Tensor]:
+        """As ``main_grad_shards``, without padding: one flat tensor for each part of a param that this rank owns."""
+
+    @abstractmethod
     def drop_grads(self) -> None:
         """Gradients are spent: the next backward starts from zero."""
 
@@ -67,6 +91,7 @@ class MixedPrecisionOptimizer(OptimizerBase):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce, unscale, clip, update, gather. Returns the closure's loss, or None. ``last`` tells what happened."""
+        self.check_steppable()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,21 +99,43 @@ class MixedPrecisionOptimizer(OptimizerBase):
         with torch.no_grad():
             found_inf = self.prepare_grads()
             if found_inf:
-                self.last = StepReport(None, True, True, self.unused_names())
+                self._leave_out()
             else:
                 if self.max_grad_norm is not None:
                     self._clip(self.max_grad_norm)
                 self.last = StepReport(self._norm, False, False, self.unused_names())
                 self.step_with_ready_grads()
+            self.scaler.update(found_inf)
             self._forget_grads()
         return loss
 
+    def check_steppable(self) -> None:
+        """Raises where the state does not allow a step. To be extended."""
+
     def prepare_grads(self) -> bool:
-        """Once a step: reduce and copy. Finding infinities belongs to a loss scale, which is not set here."""
+        """Once a step: reduce, copy, unscale. True where there is a loss scale and a rank has an element that is not
+        finite: all ranks get the same answer.
+        """
         if not self._grads_ready:
             self.copy_grads_to_main()
             self._grads_ready = True
-        return False
+            if self.scaler.checks:
+                found = unscale(self.main_grad_shards(), self.scaler.scale, self.device)
+                self._not_finite = any_rank(found, self.comm)
+        return bool(self._not_finite)
+
+    def _leave_out(self) -> None:
+        """No update. The first time in this process rank 0 says so; the rest are counted."""
+        self.skipped_steps += 1
+        self.last = StepReport(None, True, True, self.unused_names())
+        if self.skipped_steps == 1 and self.comm.rank == 0:
+            warnings.warn(
+                f"gradients were not finite in the shards of ranks {self._not_finite} at loss scale"
+                f" {self.scaler.scale:g}: the step was left out on all ranks. Further ones are counted in"
+                " optimizer.skipped_steps; step schedulers only if not optimizer.last.skipped",
+                RuntimeWarning,
+                stacklevel=_callers_level(),
+            )
 
     def step_with_ready_grads(self) -> None:
         """Update the main params, then the model's; counts as an applied step."""
@@ -103,7 +150,15 @@ class MixedPrecisionOptimizer(OptimizerBase):
         self._forget_grads()
 
     def get_loss_scale(self) -> float:
-        return 1.0
+        return self.scaler.scale
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for this before it unscales ``param.grad``, which is not where gradients are."""
+        raise UnsupportedError(
+            "torch.amp.GradScaler cannot drive this optimizer: the gradients are in its buffers",
+            hint='construct it with loss_scale="dynamic" and call optimizer.scale(loss).backward(); optimizer.step()',
+        )
 
     # ---------------------------------------------------------------------------------------------------------- norms
 
@@ -123,6 +178,12 @@ class MixedPrecisionOptimizer(OptimizerBase):
         self._norm = global_norm(self.main_grad_shards(), self.comm, self.device)
         return float(self._norm)
 
+    @torch.no_grad()
+    def count_zeros(self) -> int:
+        """Elements of the reduced gradient that are zero. To be called by all ranks, after the last backward."""
+        self.prepare_grads()
+        return count_zeros(self.main_grad_pieces(), self.comm, self.device)
+
     def _clip(self, max_norm: float) -> torch.Tensor:
         self._norm = global_norm(self.main_grad_shards(), self.comm, self.device)
         clip_by_norm(self.main_grad_shards(), self._norm, max_norm)
@@ -131,7 +192,16 @@ class MixedPrecisionOptimizer(OptimizerBase):
     def _forget_grads(self) -> None:
         self.drop_grads()
         self._grads_ready = False
+        self._not_finite = []
         self._norm = None
+
+
+def _callers_level() -> int:
+    """``stacklevel`` of a warning by this function's caller: the first frame outside of this package and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zero1ckpt", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _norm_limit(value: float) -> float:

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import LayoutRules, default_bucket_size
+from .grad_scaler import make_scaler
+from .reductions import REDUCTIONS
 
 __all__ = ["EngineOptions", "layout_rules", "refuse_unsupported"]
 
@@ -23,6 +25,9 @@ class EngineOptions:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     unused: str = "zero"
+    reduce: str = "mean"
+    loss_scale: Any = None
+    max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
         size = self.bucket_size
@@ -30,6 +35,17 @@ class EngineOptions:
             raise UsageError("bucket_size", found=repr(size), expected="a number of elements from 1, None or 'none'")
         if self.unused not in ("zero", "skip"):
             raise UsageError("unused", found=repr(self.unused), expected="'zero' or 'skip'")
+        if self.reduce not in REDUCTIONS:
+            raise UsageError("reduce", found=repr(self.reduce), expected=", ".join(map(repr, REDUCTIONS)))
+        if self.reduce == "tree" and self.overlap_grad_reduce:
+            raise UnsupportedError(
+                "reduce='tree' adds up all micro-batches before a bucket can be sent",
+                found="overlap_grad_reduce=True",
+                expected="False",
+            )
+        make_scaler(self.loss_scale)
+        if self.max_grad_norm is not None and not float(self.max_grad_norm) > 0:
+            raise UsageError("max_grad_norm", found=self.max_grad_norm, expected="a number above 0, or None")
 
 
 def layout_rules(options: EngineOptions, dp_size: int) -> LayoutRules:

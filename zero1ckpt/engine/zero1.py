@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import nn
 
 from ..core.errors import UnsupportedError, UsageError, Zero1CkptError
 from ..core.layout import Layout, layout_params
-from ..model.state import MAIN_PARAM, ParamSpec, Scalar, SlotSpec
+from ..model.state import MAIN_PARAM, LossScale, ParamSpec, Scalar, SlotSpec
 from .base import hyper_parameters
 from .buffers import make_buffers
 from .collectives import Communicator, Pending, make_communicator
 from .control import ControlPlane
+from .grad_scaler import DynamicScale, make_scaler
 from .hooks import GradCollector
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .live import plain_groups, update_group
@@ -26,6 +28,8 @@ from .options import EngineOptions, layout_rules, refuse_unsupported
 from .params import ParamTable, collect_params
 from .shards import OwnedFragment, ShardStore, owned_fragments
 from .slot_state import SlotState, require_same_length
+from .tree import TreeAccumulator, check_tree_dtypes
+from .waiting import read_timeout
 
 __all__ = ["OwnedFragment", "Zero1Optimizer"]
 
@@ -51,7 +55,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         name: str = "",
         bucket_size: int | str | None = None,
         grad_dtype: torch.dtype | str | None = None,
-        loss_scale: float | str | None = None,
+        loss_scale: float | str | DynamicScale | None = None,
         max_grad_norm: float | None = None,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
@@ -60,19 +64,18 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         num_distributed_optimizer_instances: int = 1,
         offload: bool = False,
         elementwise: bool | None = None,
+        timeout: timedelta | float | None = None,
         **options: Any,
     ) -> None:
         group = _data_group(process_group)
         self.name = name
         self.process_group = group
-        self.control = ControlPlane(group)
+        self.control = ControlPlane(group, read_timeout(timeout))
         self.rank, self.dp_size = self.control.rank, self.control.size
 
         def read() -> tuple[EngineOptions, ParamTable, InnerTemplate]:
             refuse_unsupported(
                 expert_group=(expert_group, None),
-                loss_scale=(loss_scale, None),
-                reduce=(reduce, "mean"),
                 num_distributed_optimizer_instances=(num_distributed_optimizer_instances, 1),
                 offload=(offload, False),
             )
@@ -80,8 +83,12 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
                 raise UnsupportedError(
                     "an optimizer that is not elementwise cannot be sharded", found="elementwise=False"
                 )
-            engine = EngineOptions(bucket_size, overlap_grad_reduce, overlap_param_gather, unused)
+            engine = EngineOptions(
+                bucket_size, overlap_grad_reduce, overlap_param_gather, unused, reduce, loss_scale, max_grad_norm
+            )
             table = collect_params(params, model, grad_dtype)
+            if reduce == "tree":
+                check_tree_dtypes(table)
             scratch = torch.empty(0, dtype=table.main_dtype, device=table.device)
             return engine, table, probe_inner(optimizer_class, [g.options for g in table.groups], options, scratch)
 
@@ -89,7 +96,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self._table: ParamTable
         self.options, self._table, template = _read_together(self.control, read)
         self._agree(template)
-        self._build(optimizer_class, template, options, max_grad_norm)
+        self._build(optimizer_class, template, options, read_timeout(timeout))
 
     # ----------------------------------------------------------------------------------------------------- construction
 
@@ -99,18 +106,19 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self.control.agree(self._table.rows(), "params")
 
     def _build(
-        self, factory: InnerFactory, template: InnerTemplate, options: Mapping[str, Any], max_grad_norm: float | None
+        self, factory: InnerFactory, template: InnerTemplate, options: Mapping[str, Any], timeout: timedelta | None
     ) -> None:
         table = self._table
         self.layout: Layout = layout_params(table.specs, layout_rules(self.options, self.dp_size))
         self.buffers = make_buffers(self.layout, table.tensors, table.device)
-        comm = make_communicator(self.process_group, table.device)
+        comm = make_communicator(self.process_group, table.device, self.options.reduce, timeout)
         for buffer in self.buffers:
             comm.broadcast(buffer.params)
         self._store = ShardStore(self.layout, self.buffers, comm, table.main_dtype)
         self.fragments = owned_fragments(self.layout, table.specs, self._store, comm.rank)
         self._copy_model_to_main(comm)
-        self._collector = GradCollector(table.tensors, [s.name for s in table.specs], self.buffers)
+        self._tree = TreeAccumulator([b.grads for b in self.buffers]) if self.options.reduce == "tree" else None
+        self._collector = GradCollector(table.tensors, [s.name for s in table.specs], self.buffers, self._tree)
         self._main_grads: list[list[torch.Tensor]] = []
         self._unused: tuple[int, ...] = ()
         self._synced = True
@@ -126,7 +134,8 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
             {table.tensors[f.index]: f.main for f in self.fragments},
             comm=comm,
             device=table.device,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=self.options.max_grad_norm,
+            scaler=make_scaler(self.options.loss_scale),
         )
         self._slots = SlotState(inner, template, self._store, self.fragments)
 
@@ -156,6 +165,8 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self._collector.check_owned()
         self._collector.sweep()
         self._collector.close()
+        if self._tree is not None:
+            self._tree.fold()
         arrived = self.control.begin_any_of(self._collector.arrived)
         self._main_grads = self._allocate_main_grads()
         pending: Pending | None = None
@@ -183,6 +194,11 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
     def main_grad_shards(self) -> Sequence[torch.Tensor]:
         """The reduced gradient of this rank, one 1-D tensor a bucket; empty before it was reduced."""
         return [shard for shards in self._main_grads for shard in shards]
+
+    def main_grad_pieces(self) -> Sequence[torch.Tensor]:
+        if not self._main_grads:
+            return []
+        return [self._main_grads[f.buffer][f.bucket][f.local.start : f.local.end] for f in self.fragments]
 
     def drop_grads(self) -> None:
         self._collector.reset()
@@ -283,12 +299,15 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self._loaded_scalars = scalars
 
     @torch.no_grad()
-    def finish_load(self, step: int, groups: Sequence[Mapping[str, Any]] | None) -> None:
+    def finish_load(
+        self, step: int, groups: Sequence[Mapping[str, Any]] | None, loss_scale: LossScale | None = None
+    ) -> None:
         """Put main params into the model (cast once, gathered), hyper-parameters into the groups, ``step`` into place.
 
         A param whose source has slots but no ``step`` scalar gets ``step``. ``groups``: one mapping a group in order,
-        or None to keep those of this run. Gradients are dropped.
+        or None to keep those of this run. ``loss_scale``: None starts afresh. Gradients are dropped.
         """
+        self.scaler.load(loss_scale)
         if groups is not None:
             require_same_length(groups, len(self.param_groups))
             for public, values in zip(self.param_groups, groups, strict=True):

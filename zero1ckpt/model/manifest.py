@@ -18,7 +18,7 @@ from ..core.dtypes import itemsize
 from ..core.errors import CorruptError, UnsupportedError
 from ..core.layout import LayoutRules
 from .catalog import PIECE_BYTES
-from .state import ParamSpec, PartState, Scalar, SlotSpec
+from .state import LossScale, ParamSpec, PartState, Scalar, SlotSpec
 
 __all__ = [
     "MANIFEST_NAME",
@@ -109,6 +109,14 @@ class RankExtra(_Entry, frozen=True):
     ranks: int
 
 
+class LossScaleEntry(_Entry, frozen=True):
+    """State of a dynamic loss scale."""
+
+    scale: float
+    finite_steps: int
+    hysteresis_left: int
+
+
 class PartManifest(_Entry, frozen=True):
     name: str
     step: int
@@ -118,6 +126,7 @@ class PartManifest(_Entry, frozen=True):
     groups: list[dict[str, Any]]
     params: list[ParamEntry]
     scalars: list[ScalarEntry] = []
+    loss_scale: LossScaleEntry | None = None
 
     def rules(self) -> LayoutRules | None:
         """Raises ``ValueError`` for rules out of range."""
@@ -133,7 +142,9 @@ class PartManifest(_Entry, frozen=True):
             (i, k) for i, p in enumerate(self.params) for k, slot in enumerate(slots) if slot.name not in p.digests
         )
         scalars = tuple(_scalars_of(p, self.scalars) for p in self.params) if self.scalars else ()
-        return PartState(params, slots, self.step, tuple(self.groups), scalars, absent)
+        entry = self.loss_scale
+        scale = None if entry is None else LossScale(entry.scale, entry.finite_steps, entry.hysteresis_left)
+        return PartState(params, slots, self.step, tuple(self.groups), scalars, absent, scale)
 
     def tensor_digests(self) -> dict[tuple[int, int], int]:
         """Raises ``ValueError`` for text that is no digest."""
@@ -181,6 +192,7 @@ def make_part(
             rules.bucket_align,
             rules.pad_for_high_nccl_busbw,
         )
+    scale = state.loss_scale
     common = _common_scalars(state)
     params = []
     rows = []
@@ -211,6 +223,7 @@ def make_part(
         [dict(group) for group in state.groups],
         params,
         list(common.values()),
+        None if scale is None else LossScaleEntry(scale.scale, scale.finite_steps, scale.hysteresis_left),
     )
 
 
@@ -325,6 +338,8 @@ def _check_part(part: PartManifest, refuse: Any) -> None:
         refuse("a slot is listed twice")
     if part.step < 0:
         refuse("step is negative", found=part.step)
+    if part.loss_scale is not None and not part.loss_scale.scale > 0:
+        refuse("the loss scale is not positive", found=part.loss_scale.scale)
     names: set[str] = set()
     for param in part.params:
         if param.name in names:
@@ -346,6 +361,8 @@ def _encode_part(part: PartManifest) -> bytes:
     json = msgspec.json.encode
     head = b'{"name": %s, "step": %s, "digest": %s,\n' % (json(part.name), json(part.step), json(part.digest))
     head += b'"layout": %s,\n"slots": %s,\n"scalars": %s,\n' % (json(part.layout), json(part.slots), json(part.scalars))
+    if part.loss_scale is not None:
+        head += b'"loss_scale": %s,\n' % json(part.loss_scale)
     groups = b'"groups": [%s],\n' % _rows([json(group) for group in part.groups])
     return head + groups + b'"params": [%s]}' % _rows([json(param) for param in part.params])
 

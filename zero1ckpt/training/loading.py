@@ -107,6 +107,7 @@ def _prepare(optimizer: Engine, path: Path, options: LoadOptions, model: nn.Modu
 def _plan(optimizer: Engine, stored: Stored, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
     src = _part(stored, options.part)
     _check_names(src.state, optimizer, options, stored)
+    _check_loss_scale(src.state, optimizer, options, stored)
     slots = _wanted_slots(src.state, optimizer, options, stored)
     dst = _live(optimizer, src, slots, stored.format)
     state = dst.state
@@ -138,7 +139,7 @@ def execute_load(optimizer: Engine, plan: LoadPlan, model: nn.Module | None) -> 
     if model is not None and plan.model_tensors:
         restore_model_tensors(model, plan.model_tensors)
         _take_unfrozen(optimizer, plan)
-    optimizer.finish_load(plan.src.state.step, plan.groups)
+    optimizer.finish_load(plan.src.state.step, plan.groups, plan.src.state.loss_scale)
 
 
 def _copy(optimizer: Engine, plan: LoadPlan) -> None:
@@ -187,6 +188,17 @@ def _check_names(src: PartState, optimizer: Engine, options: LoadOptions, stored
             f"the checkpoint has params that the optimizer has not: {', '.join(unexpected)}",
             file=stored.path,
             hint='pass unexpected="drop" to leave them out',
+        )
+
+
+def _check_loss_scale(src: PartState, optimizer: Engine, options: LoadOptions, stored: Stored) -> None:
+    """A run without a dynamic loss scale has no place for the file's; one without a record starts afresh."""
+    if src.loss_scale is not None and optimizer.scaler.state() is None and options.unexpected == "error":
+        raise UsageError(
+            "the checkpoint holds a dynamic loss scale that the optimizer has not",
+            file=stored.path,
+            found=f"loss scale {src.loss_scale.scale:g}",
+            hint='construct it with loss_scale="dynamic", or pass unexpected="drop"',
         )
 
 

@@ -89,7 +89,6 @@ class Zero1Optimizer(Engine):
         self.half_loaded = False
         return plan.extra
 
-    def step(self, closure: Any = None) -> Any:
-        """Reduces, unscales, clips, steps and gathers. Returns the closure's loss, or None."""
+    def check_steppable(self) -> None:
         check_whole(self)
-        return super().step(closure)
+        super().check_steppable()

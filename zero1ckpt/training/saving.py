@@ -297,7 +297,8 @@ def live_catalog(optimizer: Engine, format: Format, part: str) -> tuple[Catalog,
     index = {slot.name: k for k, slot in enumerate(slots)}
     absent = frozenset((param, index[slot]) for param, slot in optimizer.local_absent())
     groups, _ = group_values(optimizer.group_values(), "")
-    state = PartState(optimizer.param_specs, slots, optimizer.applied_steps, groups, (), absent)
+    scale = optimizer.scaler.state()
+    state = PartState(optimizer.param_specs, slots, optimizer.applied_steps, groups, (), absent, scale)
     catalog = format.plan(state, optimizer.layout, part, part_prefix(part))
     return catalog, live_blobs(optimizer, slots)
 
