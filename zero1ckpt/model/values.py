@@ -23,6 +23,8 @@ PutTensor = Callable[[Any, str], str]
 GetTensor = Callable[[str], Any]
 
 _MAX_JSON_INT = 2**63
+_MAX_INT_BITS = 4096  # Python itself refuses text of longer integers
+_MAX_DEPTH = 100
 
 
 def encode_value(value: Any, place: str, *, put_tensor: PutTensor | None = None) -> Json:
@@ -30,40 +32,56 @@ def encode_value(value: Any, place: str, *, put_tensor: PutTensor | None = None)
 
     Raises ``UsageError`` that names the place of anything else.
     """
-    if value is None or isinstance(value, bool) or type(value) is str:
+    return _encode(value, place, put_tensor, 0)
+
+
+def _encode(value: Any, place: str, put_tensor: PutTensor | None, depth: int) -> Json:
+    if depth > _MAX_DEPTH:
+        raise _refused(value, f"{place[:200]}...", f", more than {_MAX_DEPTH} levels deep, or in itself")
+    if value is None or isinstance(value, bool):
+        return value
+    if type(value) is str:
+        if not _is_text(value):
+            raise _refused(value, place, " that is no Unicode text (a lone surrogate)")
         return value
     if type(value) is int:
+        if value.bit_length() > _MAX_INT_BITS:
+            raise _refused(value, place, f" of {value.bit_length()} bits")
         return value if -_MAX_JSON_INT <= value < _MAX_JSON_INT else {"$int": str(value)}
     if isinstance(value, float):  # numpy.float64 is one; other numpy scalars are not, and are refused
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if type(value) is complex:
-        return {"$complex": [encode_value(value.real, place), encode_value(value.imag, place)]}
+        return {"$complex": [_encode(part, place, None, depth + 1) for part in (value.real, value.imag)]}
     if type(value) in (bytes, bytearray):
         return {"$bytes": bytes(value).hex()}
     if type(value) in (list, tuple):
-        items = [encode_value(item, f"{place}[{i}]", put_tensor=put_tensor) for i, item in enumerate(value)]
+        items = [_encode(item, f"{place}[{i}]", put_tensor, depth + 1) for i, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
     if type(value) in (dict, OrderedDict, defaultdict, Counter):
-        return _encode_mapping(value, place, put_tensor)
+        return _encode_mapping(value, place, put_tensor, depth + 1)
     if put_tensor is not None and _is_tensor(value):
         return {"$tensor": put_tensor(value, place)}
     if _is_dtype(value):
         return {"$dtype": str(value).removeprefix("torch.")}
-    raise UsageError(
+    raise _refused(value, place, " (a deque: pass list(value))" if isinstance(value, deque) else "")
+
+
+def _refused(value: Any, place: str, more: str) -> UsageError:
+    return UsageError(
         "value cannot be stored",
         param=place,
-        found=type(value).__name__ + (" (a deque: pass list(value))" if isinstance(value, deque) else ""),
+        found=type(value).__name__ + more,
         expected="None, bool, int, float, complex, str, bytes, list, tuple, dict or a tensor",
         hint="convert it before saving",
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], place: str, put_tensor: PutTensor | None) -> Json:
-    plain = all(type(key) is str and not key.startswith("$") for key in value)
+def _encode_mapping(value: Mapping[Any, Any], place: str, put_tensor: PutTensor | None, depth: int) -> Json:
+    plain = all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value)
     if plain:
-        return {key: encode_value(item, f"{place}.{key}", put_tensor=put_tensor) for key, item in value.items()}
+        return {key: _encode(item, f"{place}.{key}", put_tensor, depth) for key, item in value.items()}
     pairs = [
-        [encode_value(key, f"{place} key {key!r}"), encode_value(item, f"{place}[{key!r}]", put_tensor=put_tensor)]
+        [_encode(key, f"{place} key {key!a}", None, depth), _encode(item, f"{place}[{key!r}]", put_tensor, depth)]
         for key, item in value.items()
     ]
     return {"$map": pairs}
@@ -118,6 +136,15 @@ def same_value(a: Json, b: Json) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     return bool(a == b)
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8, and so JSON, has it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_tensor(value: Any) -> bool:
