@@ -15,9 +15,10 @@ __all__ = ["convert"]
 @click.argument("src")
 @click.argument("dst")
 @click.option("--to", "format", metavar="FORMAT", required=True, help="How state is laid out in DST.")
+@click.option("--to-dp", type=click.IntRange(min=1), metavar="M", help="Data-parallel size of DST. Default: as in SRC.")
 @copying
 def convert(**options: Any) -> int:
-    """Write the same state in another format; the data-parallel size stays."""
+    """Write the same state in another format. What is not given stays as in SRC."""
     from .copying import CopyOptions, run
 
-    return run(CopyOptions("convert", to_dp=None, **options))
+    return run(CopyOptions("convert", **options))

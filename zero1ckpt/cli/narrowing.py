@@ -96,8 +96,21 @@ class Selection:
 
     @cached_property
     def _owners(self) -> IntColumn:
-        found = [table.rank for i, _ in self.buffers() for table in (self._all_fragments(i),)]
+        if self.catalog.layout is None:
+            return self._located()
+        found = [self._all_fragments(i).rank for i, _ in self.buffers()]
         return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+    def _located(self) -> IntColumn:
+        """Blobs of the selected params where there is no layout to tell."""
+        state = self.catalog.state
+        params, slots = self.params, np.arange(len(state.slots))
+        size = np.array([state.params[i].numel for i in params.tolist()], np.int64)
+        row = np.repeat(np.arange(len(params)), len(slots))
+        start = np.zeros(len(row), np.int64)
+        _, extents = self.catalog.placement.locate(params[row], np.tile(slots, len(params)), start, size[row])
+        blobs: IntColumn = np.unique(extents.blob)
+        return blobs
 
     def fragments(self, buffer: int, ranks: Sequence[int]) -> Fragments:
         """What some ranks own of the selection in one buffer, ordered by rank and place."""

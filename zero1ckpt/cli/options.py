@@ -75,6 +75,9 @@ def copying(verb: _F) -> _F:
     """What ``reshard`` and ``convert`` have in common."""
     options = [
         click.option(
+            "--from-dp", type=click.IntRange(min=1), metavar="N", help="Refuse SRC unless it has this dp size."
+        ),
+        click.option(
             "--bucket-size",
             type=BUCKET_SIZE,
             metavar="E|none",

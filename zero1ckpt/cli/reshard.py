@@ -14,7 +14,6 @@ __all__ = ["reshard"]
 @click.command()
 @click.argument("src", default=".", metavar="[SRC]")
 @click.argument("dst", required=False, metavar="[DST]")
-@click.option("--from-dp", type=click.IntRange(min=1), metavar="N", help="Refuse SRC unless it has this dp size.")
 @click.option("--to-dp", type=click.IntRange(min=1), metavar="M", required=True, help="Data-parallel size of DST.")
 @click.option("--format", metavar="F", help="How state is laid out. Default: as in SRC.")
 @copying

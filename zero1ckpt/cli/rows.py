@@ -212,5 +212,15 @@ def _files(stored: Stored, catalog: Catalog, blobs: Iterable[int] | IntColumn, *
     """Files of some blobs of a part; the only part of a checkpoint has all other files too, unless narrowed."""
     if len(stored.catalogs) == 1 and not narrowed:
         return _all_files(stored)
-    keys = sorted(catalog.placement.blob_key(int(blob)) for blob in blobs)
-    return [{"path": key, "bytes": stored.files[key].bytes} for key in keys]
+    keys = {catalog.placement.blob_key(int(blob)) for blob in blobs}
+    return [
+        {"path": path, "bytes": entry.bytes}
+        for path, entry in sorted(stored.files.items())
+        if path in keys or any(folder in keys for folder in _folders(path))  # a blob may be a folder of chunks
+    ]
+
+
+def _folders(path: str) -> Iterator[str]:
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
