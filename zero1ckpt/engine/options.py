@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import UnsupportedError, UsageError
-from ..core.layout import LayoutRules, default_bucket_size
+from ..core.layout import Layout, LayoutRules, default_bucket_size, layout_params
+from ..model.state import ParamSpec
 from .grad_scaler import make_scaler
 from .reductions import REDUCTIONS
 
-__all__ = ["EngineOptions", "layout_rules", "refuse_unsupported"]
+__all__ = ["EngineOptions", "choose_layout", "layout_rules", "refuse_unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class EngineOptions:
     reduce: str = "mean"
     loss_scale: Any = None
     max_grad_norm: float | None = None
+    align_param_gather: bool = True
 
     def __post_init__(self) -> None:
         size = self.bucket_size
@@ -54,6 +57,33 @@ def layout_rules(options: EngineOptions, dp_size: int) -> LayoutRules:
     if size is None:
         size = default_bucket_size(dp_size) if options.overlap_grad_reduce else "none"
     return LayoutRules(dp_size, size if isinstance(size, int) else None)
+
+
+def choose_layout(
+    given: Layout | None, options: EngineOptions, specs: Sequence[ParamSpec], dp_size: int
+) -> Layout:
+    """The layout of ``specs`` by the rules of ``options``, or by those of a layout that was made before. Pure.
+
+    Raises ``UsageError`` for a layout of another dp size, or one in which a param lies elsewhere.
+    """
+    if given is None:
+        return layout_params(specs, layout_rules(options, dp_size))
+    if given.rules.dp_size != dp_size:
+        raise UsageError(
+            "the layout was made for another dp size than the group's",
+            found=f"dp size {given.rules.dp_size}",
+            expected=f"dp size {dp_size}",
+            hint="use a layout of this dp size, or none",
+        )
+    made = layout_params(specs, given.rules)
+    theirs = {name: place for buffer in given.buffers for name, place in buffer.param_index_map.items()}
+    for buffer in made.buffers:
+        for name, place in buffer.param_index_map.items():
+            if theirs.pop(name, None) != place:
+                raise UsageError("param has another place in the layout", param=name, expected=f"{place}")
+    for name in theirs:
+        raise UsageError("param of the layout is not trained", param=name)
+    return made
 
 
 def refuse_unsupported(**given: tuple[Any, Any]) -> None:

@@ -16,16 +16,20 @@ from ..core.errors import UnsupportedError, UsageError, Zero1CkptError
 from ..core.layout import Layout, layout_params
 from ..model.state import MAIN_PARAM, LossScale, ParamSpec, Scalar, SlotSpec
 from .base import hyper_parameters
+from .bucket_order import BucketRef, backward_order
 from .buffers import make_buffers
-from .collectives import Communicator, Pending, make_communicator
+from .collectives import Communicator, make_communicator
 from .control import ControlPlane
 from .grad_scaler import DynamicScale, make_scaler
-from .hooks import GradCollector
+from .hooks import GradCollector, release_former
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .live import plain_groups, update_group
 from .mixed_precision import MixedPrecisionOptimizer
 from .options import EngineOptions, layout_rules, refuse_unsupported
+from .overlap_grads import GradReducer
+from .param_sync import ParamSync
 from .params import ParamTable, collect_params
+from .replicas import verify_replicas
 from .shards import OwnedFragment, ShardStore, owned_fragments
 from .slot_state import SlotState, require_same_length
 from .tree import TreeAccumulator, check_tree_dtypes
@@ -59,6 +63,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         max_grad_norm: float | None = None,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
+        align_param_gather: bool = True,
         reduce: str = "mean",
         unused: str = "zero",
         num_distributed_optimizer_instances: int = 1,
@@ -84,7 +89,14 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
                     "an optimizer that is not elementwise cannot be sharded", found="elementwise=False"
                 )
             engine = EngineOptions(
-                bucket_size, overlap_grad_reduce, overlap_param_gather, unused, reduce, loss_scale, max_grad_norm
+                bucket_size,
+                overlap_grad_reduce,
+                overlap_param_gather,
+                unused,
+                reduce,
+                loss_scale,
+                max_grad_norm,
+                align_param_gather=align_param_gather,
             )
             table = collect_params(params, model, grad_dtype)
             if reduce == "tree":
@@ -96,7 +108,8 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self._table: ParamTable
         self.options, self._table, template = _read_together(self.control, read)
         self._agree(template)
-        self._build(optimizer_class, template, options, read_timeout(timeout))
+        known = params if isinstance(params, nn.Module) else model
+        self._build(optimizer_class, template, options, read_timeout(timeout), known)
 
     # ----------------------------------------------------------------------------------------------------- construction
 
@@ -106,9 +119,16 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self.control.agree(self._table.rows(), "params")
 
     def _build(
-        self, factory: InnerFactory, template: InnerTemplate, options: Mapping[str, Any], timeout: timedelta | None
+        self,
+        factory: InnerFactory,
+        template: InnerTemplate,
+        options: Mapping[str, Any],
+        timeout: timedelta | None,
+        model: nn.Module | None,
     ) -> None:
         table = self._table
+        names = [spec.name for spec in table.specs]
+        release_former(table.tensors, names)
         self.layout: Layout = layout_params(table.specs, layout_rules(self.options, self.dp_size))
         self.buffers = make_buffers(self.layout, table.tensors, table.device)
         comm = make_communicator(self.process_group, table.device, self.options.reduce, timeout)
@@ -118,10 +138,32 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self.fragments = owned_fragments(self.layout, table.specs, self._store, comm.rank)
         self._copy_model_to_main(comm)
         self._tree = TreeAccumulator([b.grads for b in self.buffers]) if self.options.reduce == "tree" else None
-        self._collector = GradCollector(table.tensors, [s.name for s in table.specs], self.buffers, self._tree)
-        self._main_grads: list[list[torch.Tensor]] = []
+        self._reduced = False
         self._unused: tuple[int, ...] = ()
-        self._synced = True
+        order = backward_order(self.layout)
+        self._reducer = GradReducer(
+            order,
+            self.buffers,
+            table.tensors,
+            names,
+            comm,
+            table.main_dtype,
+            overlap=self.options.overlap_grad_reduce,
+        )
+        self._collector = GradCollector(table.tensors, names, self.buffers, self._reducer, self._tree)
+        self._params = ParamSync(
+            order,
+            self.buffers,
+            table.tensors,
+            names,
+            model,
+            comm,
+            self.control,
+            overlap=self.options.overlap_param_gather,
+            align=self.options.align_param_gather,
+        )
+        self._collector.on_release = self._params.releaser()
+        self._collector.check_arrival = self._params.gatherer.check_arrival
         self._loaded_scalars: Sequence[Mapping[str, Scalar]] = ()
         by_index = {f.index: f for f in self.fragments}
         inner = factory(
@@ -153,56 +195,71 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients are only added up inside. Reduction happens in ``step()``, so this marks micro-batches, no more."""
-        before, self._synced = self._synced, False
+        """Gradients of backwards inside are only added up: for all micro-batches of a step but the last.
+
+        Reduction overlaps with a backward outside (``overlap_grad_reduce``), else all of it happens in ``step()``.
+        """
+        before, self._collector.synced = self._collector.synced, False
         try:
             yield
         finally:
-            self._synced = before
+            self._collector.synced = before
 
     def copy_grads_to_main(self) -> None:
-        """Reduce-scatter every bucket; sums of 16-bit gradients go to float32 shards that live until the step ends."""
+        """Every bucket's mean over ranks; sums of 16-bit gradients go to float32 shards that live until the step ends.
+
+        Raises ``UsageError`` for params that were moved or written to since the last step. All ranks raise where one
+        does; gradients are kept, so that the step can be taken once the cause is gone.
+        """
         self._collector.check_owned()
+        self._params.wait()
+        if self._reduced:
+            problem = self._problem()
+            if self.control.begin_any_of([problem is not None])()[0]:
+                raise problem or _other_rank_refused()
+            return
         self._collector.sweep()
         self._collector.close()
         if self._tree is not None:
             self._tree.fold()
-        arrived = self.control.begin_any_of(self._collector.arrived)
-        self._main_grads = self._allocate_main_grads()
-        pending: Pending | None = None
-        for buffer, shards in zip(self.buffers, self._main_grads, strict=True):
-            for bucket, shard in enumerate(shards):
-                following = self.comm.begin_reduce_scatter(buffer.bucket_of_grads(bucket), shard)
-                if pending is not None:
-                    pending.wait()
-                pending = following
-        if pending is not None:
-            pending.wait()
-        self._unused = tuple(index for index, came in enumerate(arrived()) if not came)
+        problem = self._problem()
+        params, extras = len(self._collector.arrived), self._reducer.extra_flags()
+        answer = self.control.begin_any_of([*self._collector.arrived, *extras, problem is not None])
+        self._reducer.finish()
+        flags = answer()
+        self._reducer.finish_extras(flags[params:-1])
+        self._zero_frozen()
+        self._unused = tuple(index for index, came in enumerate(flags[:params]) if not came)
+        self._reduced = True
+        if flags[-1]:
+            raise problem or _other_rank_refused()
 
-    def _allocate_main_grads(self) -> list[list[torch.Tensor]]:
-        """Where sums go, by buffer and bucket: this rank's slice of the bucket, or a tensor of the main dtype."""
-        return [
-            [self._main_grad(buffer.bucket_of_grads(b)) for b in range(buffer.layout.bucket_count)]
-            for buffer in self.buffers
-        ]
+    def _problem(self) -> UsageError | None:
+        return self._params.problem() or self._reducer.problem()
 
-    def _main_grad(self, bucket: torch.Tensor) -> torch.Tensor:
-        own = self.comm.own(bucket)
-        return own if own.dtype == self._table.main_dtype else torch.empty_like(own, dtype=self._table.main_dtype)
+    def _zero_frozen(self) -> None:
+        """A param that was frozen after its bucket was sent counts in no norm."""
+        for fragment, grad in zip(self.fragments, self.main_grad_pieces(), strict=True):
+            if not self._table.tensors[fragment.index].requires_grad:
+                grad.zero_()
+
+    @property
+    def _main_grads(self) -> list[list[torch.Tensor]]:
+        return self._reducer.main_grads()
 
     def main_grad_shards(self) -> Sequence[torch.Tensor]:
         """The reduced gradient of this rank, one 1-D tensor a bucket; empty before it was reduced."""
         return [shard for shards in self._main_grads for shard in shards]
 
     def main_grad_pieces(self) -> Sequence[torch.Tensor]:
-        if not self._main_grads:
+        grads = self._main_grads
+        if not grads:
             return []
-        return [self._main_grads[f.buffer][f.bucket][f.local.start : f.local.end] for f in self.fragments]
+        return [grads[f.buffer][f.bucket][f.local.start : f.local.end] for f in self.fragments]
 
     def drop_grads(self) -> None:
         self._collector.reset()
-        self._main_grads = []
+        self._reduced = False
         for fragment in self.fragments:
             fragment.main.grad = None
 
@@ -213,35 +270,56 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
 
     def update_main_params(self) -> None:
         left_out = set(self._unused) if self.options.unused == "skip" else set()
-        for fragment in self.fragments:
+        for fragment, grad in zip(self.fragments, self.main_grad_pieces(), strict=True):
             if fragment.index in left_out or not self._table.tensors[fragment.index].requires_grad:
                 fragment.main.grad = None
             else:
-                local = fragment.local
-                shard = self._main_grads[fragment.buffer][fragment.bucket]
-                fragment.main.grad = shard[local.start : local.end]
+                fragment.main.grad = grad
         self.inner.step()
         self._slots.after_step()
 
     def copy_main_to_model(self) -> None:
         """Cast this rank's main params into its slices of the param buffers, and gather the others'."""
-        waiting = []
-        for number, buffer in enumerate(self.buffers):
-            for bucket in range(buffer.layout.bucket_count):
-                whole = buffer.bucket_of_params(bucket)
-                own, main = self.comm.own(whole), self._store.shard(MAIN_PARAM, number, bucket)
-                if own.dtype != main.dtype:
-                    own.copy_(main)
-                waiting.append(self.comm.begin_all_gather(whole))
-        for pending in waiting:
-            pending.wait()
-        for tensor in self._table.tensors:  # a graph that saved the old values raises, as in torch
-            torch.autograd.graph.increment_version(tensor)
+        self._params.publish(self._cast_own)
+
+    def _cast_own(self, ref: BucketRef) -> None:
+        own = self.comm.own(self.buffers[ref.buffer].bucket_of_params(ref.bucket))
+        main = self._store.shard(MAIN_PARAM, ref.buffer, ref.bucket)
+        if own.dtype != main.dtype:
+            own.copy_(main)
+
+    def wait_for_params(self) -> None:
+        """Return when no gather is in flight (``overlap_param_gather``). To be called before params are read other than
+        through their modules: by a list of them that was made earlier, through ``param_groups``, by another process or
+        stream; and before the process group is destroyed.
+        """
+        self._params.wait()
+
+    def verify_replicas(self) -> None:
+        """Raises ``VerificationError`` that names rank and param unless all ranks hold the same bits. Collective."""
+        self._params.wait()
+        verify_replicas(self.control, self._table.tensors, [spec.name for spec in self._table.specs])
+
+    def close(self) -> None:
+        """Finish what is in flight, with all ranks, and take every hook off the model. Further steps are refused.
+
+        An optimizer that is only dropped leaves no hook either; gathers that were in flight are waited for on use.
+        """
+        self._reducer.drop()
+        self._collector.release("the optimizer was closed")
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Main params from the model's, cast up; to be called on all ranks after something else wrote to the model."""
+        """Main params from the model's, cast up; to be called on all ranks after something else wrote to the model.
+
+        Raises ``UsageError`` for a param that is no longer in its buffer.
+        """
+        self._params.wait()
+        displaced = self._params.displaced()
+        if displaced is not None:
+            raise displaced
         self._copy_model_to_main(self.comm)
+        self._params.accept()
 
     @torch.no_grad()
     def _copy_model_to_main(self, comm: Communicator) -> None:
@@ -256,6 +334,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
 
     def shard(self, slot: str, buffer: int, bucket: int) -> torch.Tensor:
         """This rank's contiguous 1-D shard of ``slot``, no copy, padding zero. ``KeyError`` for an unknown slot."""
+        self._params.wait()
         return self._store.shard(slot, buffer, bucket)
 
     def slot_specs(self) -> tuple[SlotSpec, ...]:
@@ -316,6 +395,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         self._slots.fill_missing_step(step, self._loaded_scalars)
         self._loaded_scalars = ()
         self.applied_steps = step
+        self._params.accept()
         self.copy_main_to_model()
         self.zero_grad()
 
@@ -339,3 +419,7 @@ def _read_together(control: ControlPlane, read: Any) -> Any:
         error = found
     control.raise_together(error, "construction of the optimizer")
     return made
+
+
+def _other_rank_refused() -> UsageError:
+    return UsageError("another rank refuses the step", hint="see the error of that rank")
