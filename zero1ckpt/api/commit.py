@@ -16,7 +16,7 @@ from ..model.values import Json, encode_value
 from ..resharding.files import BlobReport
 from ..storage.staging import Area
 from .stored import EXTRA_FILE, describe
-from .tensors import dtype_name, tensor_bytes
+from .tensors import stored_dtype, tensor_bytes
 
 __all__ = [
     "DEFAULT_MEMORY",
@@ -101,8 +101,10 @@ def prepare_extra(extra: Any, place: str = "extra") -> tuple[Json, list[TensorDa
     tensors: list[TensorData] = []
 
     def put(tensor: Any, where: str) -> str:
-        name = where if all(known[0] != where for known in tensors) else f"{where}#{len(tensors)}"
-        tensors.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_bytes(tensor)))
+        name, count = where, len(tensors)
+        while any(known[0] == name for known in tensors):  # {"a.b": ..., "a": {"b": ...}}
+            name, count = f"{where}#{count}", count + 1
+        tensors.append((name, stored_dtype(tensor, where), tuple(tensor.shape), tensor_bytes(tensor)))
         return name
 
     return encode_value(extra, place, put_tensor=put), tensors

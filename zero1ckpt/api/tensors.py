@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import UsageError
+from ..core.dtypes import DTYPE_NAMES
+from ..core.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["dtype_name", "from_bytes", "new_tensor", "tensor_bytes", "torch_dtype"]
+__all__ = ["dtype_name", "from_bytes", "new_tensor", "stored_dtype", "tensor_bytes", "torch_dtype"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(tensor: torch.Tensor, place: str) -> str:
+    """The name of a tensor's dtype. Raises ``UnsupportedError`` that names the place where no container can hold it."""
+    name = dtype_name(tensor.dtype)
+    if name not in DTYPE_NAMES:
+        raise UnsupportedError(
+            "element type is not supported", param=place, found=name, expected=f"one of {', '.join(DTYPE_NAMES)}"
+        )
+    return name
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -13,6 +13,7 @@ from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import LayoutRules, layout_params
 from ..model.catalog import Catalog, Extents, TablePlacement
 from ..model.state import MAIN_PARAM, ParamSpec, PartState, Scalar, SlotSpec
+from ..model.values import is_text
 from ..registry import DEFAULT_FORMAT, find_container, find_format
 from ..resharding.files import PartCopy, copy_part
 from ..resharding.plan import correspond
@@ -32,7 +33,7 @@ from .commit import (
     write_extra,
 )
 from .stored import part_prefix
-from .tensors import dtype_name, tensor_bytes
+from .tensors import dtype_name, stored_dtype, tensor_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +128,7 @@ def build_state(
     """A part's state as values, and the tensors of its groups. Slots are put in canonical order. Pure."""
     if not is_integer(step) or step < 0:
         raise UsageError("step", found=step, expected="an integer that is not negative")
+    _check_tensors(state)
     names = list(state)
     for name in params or {}:
         if name not in state:
@@ -146,6 +148,25 @@ def build_state(
     )
     encoded, tensors = group_values(hyper, "")
     return PartState(specs, slots, step, encoded, scalars if scalar_slots else (), absent), tensors
+
+
+def _check_tensors(state: State) -> None:
+    import torch
+
+    for name, slots in state.items():
+        _check_name("the name of a param", name)
+        for slot, tensor in slots.items():
+            _check_name(f"{name}: the name of a slot", slot)
+            if not isinstance(tensor, torch.Tensor):
+                raise UsageError(
+                    f"slot {slot} is no tensor", param=name, found=type(tensor).__name__, expected="torch.Tensor"
+                )
+            stored_dtype(tensor, f"{name}: {slot}")
+
+
+def _check_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not is_text(name):
+        raise UsageError(f"{what} is no text", found=ascii(name), expected="a str that UTF-8 can hold")
 
 
 def canonical_slots(dtypes: Mapping[str, str]) -> tuple[SlotSpec, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.errors import CorruptError, UsageError
 
-__all__ = ["Json", "decode_value", "encode_value", "same_value"]
+__all__ = ["Json", "decode_value", "encode_value", "is_text", "same_value"]
 
 Json = Any
 PutTensor = Callable[[Any, str], str]
@@ -41,7 +41,7 @@ def _encode(value: Any, place: str, put_tensor: PutTensor | None, depth: int) ->
     if value is None or isinstance(value, bool):
         return value
     if type(value) is str:
-        if not _is_text(value):
+        if not is_text(value):
             raise _refused(value, place, " that is no Unicode text (a lone surrogate)")
         return value
     if type(value) is int:
@@ -77,7 +77,7 @@ def _refused(value: Any, place: str, more: str) -> UsageError:
 
 
 def _encode_mapping(value: Mapping[Any, Any], place: str, put_tensor: PutTensor | None, depth: int) -> Json:
-    plain = all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value)
+    plain = all(type(key) is str and not key.startswith("$") and is_text(key) for key in value)
     if plain:
         return {key: _encode(item, f"{place}.{key}", put_tensor, depth) for key, item in value.items()}
     pairs = [
@@ -138,7 +138,7 @@ def same_value(a: Json, b: Json) -> bool:
     return bool(a == b)
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Whether UTF-8, and so JSON, has it."""
     try:
         value.encode()
