@@ -1,12 +1,12 @@
 """Every failure: its exit code, and one line that names the place, what was found, and what to do."""
 
+import errno
 import os
 import shutil
 
 import pytest
 
 from zero1ckpt.cli import copying
-from zero1ckpt.storage import staging
 from zero1ckpt.storage.staging import Staging
 
 from .conftest import flip, write_checkpoint
@@ -117,18 +117,19 @@ def test_a_parent_that_is_a_file(cli, ckpt, work):
     assert result.code == 6 and str(work / "file") in result.err
 
 
-@pytest.mark.parametrize("code", ["EACCES", "EROFS", "ENOSPC"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_a_folder_that_cannot_be_written(cli, ckpt, work, monkeypatch, code):
-    import errno
+    """What the system answers there; root, who may run the tests, is refused by no permission."""
+    real = os.open
 
-    number = getattr(errno, code)
+    def refuse(path, flags, *args, **keywords):
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code), path)
+        return real(path, flags, *args, **keywords)
 
-    def refuse(*args, **keywords):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(staging.Staging, "_lock", refuse)
-    result = cli("reshard", ckpt, work / "out", "--to-dp", "2")
-    assert result.code == 6 and os.strerror(number) in result.err
+    monkeypatch.setattr(os, "open", refuse)
+    result = cli("reshard", ckpt, work / "new" / "out", "--to-dp", "2")
+    assert result.code == 6 and os.strerror(code) in result.err and str(work / "new") in result.err
     assert sorted(os.listdir(work)) == ["step-7"]
 
 

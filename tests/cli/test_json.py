@@ -5,9 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from zero1ckpt.api.stored import describe
-from zero1ckpt.model.manifest import FileEntry, encode_manifest, new_manifest
+from zero1ckpt.model.manifest import FileEntry, encode_manifest, whole_digest
 from zero1ckpt.storage.staging import Staging, find_leftovers
 
 from .conftest import SHAPES, flip, write_checkpoint
@@ -135,12 +136,12 @@ def make_parts(work):
         write_checkpoint(work / name, dp_size=dp, extra=None, step=dp)
         stored = describe(work / name)
         part = stored.manifest.parts[0]
-        parts.append(type(part)(**{key: getattr(part, key) for key in part.__struct_fields__} | {"name": name}))
+        parts.append(structs.replace(part, name=name))
         (work / "both" / f"part-{name}").mkdir()
         for entry in stored.manifest.files:
             files.append(FileEntry(f"part-{name}/{entry.path}", entry.bytes, entry.digest))
             shutil.copy(work / name / entry.path, work / "both" / f"part-{name}" / entry.path)
-    manifest = new_manifest("bucket_shards", "safetensors", parts, files)
+    manifest = structs.replace(stored.manifest, parts=parts, files=files, digest=whole_digest(parts))
     (work / "both" / "manifest.json").write_bytes(encode_manifest(manifest))
     return work / "both"
 
