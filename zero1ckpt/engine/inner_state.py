@@ -16,7 +16,9 @@ from torch import nn
 
 from ..core.errors import UnsupportedError, UsageError, Zero1CkptError
 from ..model.state import Scalar
+from .adamw import AdamW
 from .params import dtype_name, dtype_of
+from .probe import check_elementwise, needs_dimensions
 
 __all__ = ["GroupTemplate", "InnerFactory", "InnerTemplate", "known_start", "probe_inner", "scalar_of", "value_of"]
 
@@ -55,6 +57,7 @@ _ZERO_MOMENTS = {"step": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0, "max_exp_avg_sq
 _STARTS: dict[type[torch.optim.Optimizer], Mapping[str, float]] = {
     torch.optim.Adam: _ZERO_MOMENTS,
     torch.optim.AdamW: _ZERO_MOMENTS,
+    AdamW: _ZERO_MOMENTS,
     torch.optim.RAdam: _ZERO_MOMENTS,
     torch.optim.NAdam: {**_ZERO_MOMENTS, "mu_product": 1.0},
     torch.optim.Adamax: {"step": 0.0, "exp_avg": 0.0, "exp_inf": 0.0},
@@ -77,13 +80,28 @@ def known_start(inner: torch.optim.Optimizer, at: int, template: GroupTemplate) 
 
 
 def probe_inner(
-    factory: InnerFactory, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], like: torch.Tensor
+    factory: InnerFactory,
+    groups: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    like: torch.Tensor,
+    *,
+    elementwise: bool = False,
 ) -> InnerTemplate:
     """Build the optimizer over one scratch param a group (dtype and device of ``like``) and let it take one step.
 
     Random state is left as it was. Raises ``UsageError`` for options that the optimizer refuses, ``UnsupportedError``
-    for one that cannot step flat tensors or keeps state that is neither of the param's shape nor scalar.
+    for one that cannot step flat tensors, keeps state that is neither of the param's shape nor scalar, or is not
+    elementwise (``elementwise``: taken for granted).
     """
+    template = _one_step(factory, groups, options, like)
+    if not elementwise:
+        check_elementwise(lambda params: _construct(factory, params, groups, options), len(groups), like)
+    return template
+
+
+def _one_step(
+    factory: InnerFactory, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], like: torch.Tensor
+) -> InnerTemplate:
     scratch = [nn.Parameter(torch.linspace(0.5, 1.0, SCRATCH_NUMEL).to(like)) for _ in groups]
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -117,10 +135,25 @@ def _construct(
     except Zero1CkptError:
         raise
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{getattr(factory, '__name__', factory)} refuses its options", found=str(error)) from error
+        if scratch[0].dim() == 1 and _takes_matrices(factory, groups, options, scratch[0]):
+            raise UnsupportedError(
+                f"{_name_of(factory)} is not elementwise: it takes no flat params", found=str(error)
+            ) from error
+        raise UsageError(f"{_name_of(factory)} refuses its options", found=str(error)) from error
     if not isinstance(inner, torch.optim.Optimizer):
         raise UsageError("inner optimizer", found=type(inner).__name__, expected="a torch.optim.Optimizer")
     return inner
+
+
+def _name_of(factory: InnerFactory) -> str:
+    return str(getattr(factory, "__name__", factory))
+
+
+def _takes_matrices(
+    factory: InnerFactory, groups: Sequence[Mapping[str, Any]], options: Mapping[str, Any], like: torch.Tensor
+) -> bool:
+    """Would one param of two dimensions be taken where a flat one is refused?"""
+    return needs_dimensions(lambda params: factory([{**groups[0], "params": list(params)}], **options), like)
 
 
 def _constant(value: Any) -> float | None:

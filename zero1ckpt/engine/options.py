@@ -59,9 +59,7 @@ def layout_rules(options: EngineOptions, dp_size: int) -> LayoutRules:
     return LayoutRules(dp_size, size if isinstance(size, int) else None)
 
 
-def choose_layout(
-    given: Layout | None, options: EngineOptions, specs: Sequence[ParamSpec], dp_size: int
-) -> Layout:
+def choose_layout(given: Layout | None, options: EngineOptions, specs: Sequence[ParamSpec], dp_size: int) -> Layout:
     """The layout of ``specs`` by the rules of ``options``, or by those of a layout that was made before. Pure.
 
     Raises ``UsageError`` for a layout of another dp size, or one in which a param lies elsewhere.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -73,10 +74,13 @@ def collect_params(source: Any, model: nn.Module | None, grad_dtype: torch.dtype
 
     A tensor that stands under several names is one param under its first name. Raises ``UsageError`` for no trainable
     params, a param in two groups, a name given twice and a tensor that is not in ``model``; ``UnsupportedError`` for
-    params on several devices or on meta, and dtypes that are not real floating point of 16 to 64 bits.
+    params on several devices or on meta, dtypes that are not real floating point of 16 to 64 bits, modules that make
+    sparse gradients, and a model that something else reduces the gradients of.
     """
     if isinstance(source, nn.Module):
         model, source = source, list(source.parameters())
+    if model is not None:
+        _refuse_wrapped(model)
     groups = _groups(source)
     entries = _entries(groups)
     names = _names([e for e in entries if e.tensor.requires_grad], model)
@@ -88,6 +92,8 @@ def collect_params(source: Any, model: nn.Module | None, grad_dtype: torch.dtype
     names = [names[i] for i in order]
     _check_names(names)
     _check_tensors(trained, names)
+    if model is not None:
+        _refuse_sparse(model, {id(e.tensor): name for e, name in zip(trained, names, strict=True)})
     specs = tuple(_spec(e, name, grad_dtype) for e, name in zip(trained, names, strict=True))
     position = {id(e.tensor): i for i, e in enumerate(trained)}
     inputs = tuple(
@@ -192,7 +198,7 @@ def _check_tensors(entries: list[_Entry], names: list[str]) -> None:
             raise UnsupportedError("param is on the meta device", param=name, hint="materialise the model first")
         if tensor.device != device:
             raise UnsupportedError("params are on several devices", param=name, found=tensor.device, expected=device)
-        if tensor.layout != torch.strided or _wraps_others(tensor):
+        if tensor.layout != torch.strided or tensor.is_quantized or _wraps_others(tensor):
             raise UnsupportedError("param is no plain dense tensor", param=name, found=type(tensor).__name__)
         if tensor.dtype not in _DTYPES:
             expected = ", ".join(map(dtype_name, _DTYPES))
@@ -203,6 +209,31 @@ def _check_tensors(entries: list[_Entry], names: list[str]) -> None:
             raise UsageError("param is not a leaf tensor", param=name)
         if getattr(tensor, "allreduce", True) is False:
             raise UnsupportedError("expert params (allreduce=False) need an expert_group", param=name)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Gradients would be reduced twice, or the params are not whole."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                "the model is wrapped by DistributedDataParallel, which reduces the gradients too",
+                hint="pass model.module, and run that: this optimizer reduces the gradients itself",
+            )
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError("the model is wrapped by FullyShardedDataParallel, which shards the params itself")
+
+
+def _refuse_sparse(model: nn.Module, names: Mapping[int, str]) -> None:
+    for module in model.modules():
+        if getattr(module, "sparse", False) is not True:
+            continue
+        for param in module.parameters(recurse=False):
+            if id(param) in names:
+                raise UnsupportedError(
+                    f"{type(module).__name__}(sparse=True) makes sparse gradients",
+                    param=names[id(param)],
+                    hint="use sparse=False",
+                )
 
 
 def _wraps_others(tensor: torch.Tensor) -> bool:

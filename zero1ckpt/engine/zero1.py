@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.errors import UnsupportedError, UsageError, Zero1CkptError
-from ..core.layout import Layout, layout_params
+from ..core.layout import Layout
 from ..model.state import MAIN_PARAM, LossScale, ParamSpec, Scalar, SlotSpec
 from .base import hyper_parameters
 from .bucket_order import BucketRef, backward_order
@@ -25,7 +25,7 @@ from .hooks import GradCollector, release_former
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .live import plain_groups, update_group
 from .mixed_precision import MixedPrecisionOptimizer
-from .options import EngineOptions, layout_rules, refuse_unsupported
+from .options import EngineOptions, choose_layout, refuse_unsupported
 from .overlap_grads import GradReducer
 from .param_sync import ParamSync
 from .params import ParamTable, collect_params
@@ -33,12 +33,13 @@ from .replicas import verify_replicas
 from .shards import OwnedFragment, ShardStore, owned_fragments
 from .slot_state import SlotState, require_same_length
 from .tree import TreeAccumulator, check_tree_dtypes
+from .views import MegatronViews
 from .waiting import read_timeout
 
 __all__ = ["OwnedFragment", "Zero1Optimizer"]
 
 
-class Zero1Optimizer(MixedPrecisionOptimizer):
+class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
     """An elementwise torch optimizer over 1/dp_size of every bucket.
 
     ``params``: a model, params, (name, param) pairs, or group dicts of either. ``optimizer_class``: the inner
@@ -69,6 +70,7 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         num_distributed_optimizer_instances: int = 1,
         offload: bool = False,
         elementwise: bool | None = None,
+        layout: Layout | None = None,
         timeout: timedelta | float | None = None,
         **options: Any,
     ) -> None:
@@ -99,10 +101,14 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
                 align_param_gather=align_param_gather,
             )
             table = collect_params(params, model, grad_dtype)
+            self.layout = choose_layout(layout, engine, table.specs, self.dp_size)
             if reduce == "tree":
                 check_tree_dtypes(table)
             scratch = torch.empty(0, dtype=table.main_dtype, device=table.device)
-            return engine, table, probe_inner(optimizer_class, [g.options for g in table.groups], options, scratch)
+            template = probe_inner(
+                optimizer_class, [g.options for g in table.groups], options, scratch, elementwise=bool(elementwise)
+            )
+            return engine, table, template
 
         self.options: EngineOptions
         self._table: ParamTable
@@ -129,7 +135,6 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         table = self._table
         names = [spec.name for spec in table.specs]
         release_former(table.tensors, names)
-        self.layout: Layout = layout_params(table.specs, layout_rules(self.options, self.dp_size))
         self.buffers = make_buffers(self.layout, table.tensors, table.device)
         comm = make_communicator(self.process_group, table.device, self.options.reduce, timeout)
         for buffer in self.buffers:
@@ -186,6 +191,10 @@ class Zero1Optimizer(MixedPrecisionOptimizer):
         """In registration order."""
         specs: tuple[ParamSpec, ...] = self._table.specs
         return specs
+
+    @property
+    def model_params(self) -> Sequence[torch.Tensor]:
+        return self._table.tensors
 
     @property
     def communicator(self) -> Communicator:
