@@ -117,6 +117,12 @@ def test_clean_says_what_it_does(cli, work):
     assert cli("clean", work / "no" / "such").code == 3
 
 
+def test_a_resume_of_what_is_complete_says_so(cli, ckpt, work):
+    args = ("reshard", ckpt, work / "out", "--to-dp", "2", "--resume")
+    assert "nothing" not in cli(*args).out
+    assert "nothing: it was complete already" in cli(*args).out
+
+
 def test_the_current_folder_by_its_name(cli, ckpt, monkeypatch):
     monkeypatch.chdir(ckpt)
     assert str(ckpt) in cli("inspect").out

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from ..api.resharding import ReshardPlan, execute, plan_reshard
 from ..api.stored import describe
 from ..core.layout import LayoutRules
+from ..model.manifest import MANIFEST_NAME
 from ..storage.staging import refuse_existing
 from .exit_codes import DONE, resumable
 from .progress import progress
 from .render import Column, Page, Table, write_json
-from .text import count, safe, short_bytes
+from .text import count, plural, safe, short_bytes
 
 if TYPE_CHECKING:
     from .rows import Row
@@ -46,16 +47,18 @@ class CopyOptions:
 def run(options: CopyOptions) -> int:
     """Writes the copy, or with ``dry_run`` only says what it would be."""
     plan = _plan(options)
+    before = _manifest(plan.dst) if options.resume else None
     if options.dry_run:
         if not options.resume:
             refuse_existing(plan.dst, options.overwrite)
     else:
         _execute(plan, options)
+    complete = before is not None and before == _manifest(plan.dst)
     if options.as_json:
         write_json(_document(plan, options))
     elif not options.quiet:
         page = Page.for_stdout()
-        _write(page, plan, options)
+        _write(page, plan, options, complete=complete)
         page.print()
     return DONE
 
@@ -85,6 +88,14 @@ def _execute(plan: ReshardPlan, options: CopyOptions) -> None:
         progress(options.command, plan.payload_bytes, quiet=options.quiet) as told,
     ):
         execute(plan, overwrite=options.overwrite, resume=options.resume, progress=told)
+
+
+def _manifest(dst: Path) -> bytes | None:
+    """The manifest's bytes, where there is one: they name the whole state and layout."""
+    try:
+        return (dst / MANIFEST_NAME).read_bytes()
+    except OSError:
+        return None
 
 
 def part_rows(plan: ReshardPlan) -> list[Row]:
@@ -143,14 +154,14 @@ def _document(plan: ReshardPlan, options: CopyOptions) -> Row:
     }
 
 
-def _write(page: Page, plan: ReshardPlan, options: CopyOptions) -> None:
+def _write(page: Page, plan: ReshardPlan, options: CopyOptions, *, complete: bool) -> None:
     parts = part_rows(plan)
     page.line(safe(str(plan.dst)), "bold")
     facts = [("from", safe(str(plan.stored.path)))]
     facts.append(("format", f"{plan.format.name} in {plan.container}"))
     if len(parts) == 1:
-        facts.append(("dp size", _change(parts[0]["from_dp"], parts[0]["to_dp"], "no ranks", page)))
-        facts.append(("bucket size", _change(*_bucket_sizes(parts[0]), "one bucket a buffer", page)))
+        facts.append(("dp size", _dp_sizes(parts[0], page)))
+        facts.append(("bucket size", _bucket_sizes(parts[0], page)))
     if options.dry_run:
         totals = plan.totals()
         facts += [
@@ -160,8 +171,10 @@ def _write(page: Page, plan: ReshardPlan, options: CopyOptions) -> None:
             ("peak memory", f"{_bytes(totals.peak_memory)} in flight, by {plan.workers} workers"),
             ("checksums", "of the source are proved before the commit" if plan.verify else "are not proved"),
         ]
+    elif complete:
+        facts.append(("wrote", "nothing: it was complete already"))
     else:
-        facts.append(("wrote", f"{_bytes(plan.payload_bytes)} in {count(sum(row['files'] for row in parts))} files"))
+        facts.append(("wrote", f"{_bytes(plan.payload_bytes)} in {plural(sum(row['files'] for row in parts), 'file')}"))
         facts.append(("proved", "the checksums of the source" if plan.verify else "nothing (--no-verify)"))
     facts.append(("digest", f"{plan.stored.manifest.digest}, as the source"))
     page.facts(facts)
@@ -176,8 +189,8 @@ def _part_table(parts: list[Row], page: Page) -> Table:
     rows: list[tuple[str, ...]] = [
         (
             safe(row["part"]) or "-",
-            _change(row["from_dp"], row["to_dp"], "-", page),
-            _change(*_bucket_sizes(row), "none", page),
+            _dp_sizes(row, page),
+            _bucket_sizes(row, page),
             count(row["buffers"]),
             count(row["buckets"]),
             "-" if row["numel"] is None else count(row["numel"]),
@@ -201,13 +214,24 @@ def _part_table(parts: list[Row], page: Page) -> Table:
     return Table("Layout", columns, tuple(rows))
 
 
-def _bucket_sizes(row: Row) -> tuple[int | None, int | None]:
-    return row["from_bucket_size"], row["bucket_size"]
+def _dp_sizes(row: Row, page: Page) -> str:
+    old, new = ("no ranks" if row[key] is None else count(row[key]) for key in ("from_dp", "to_dp"))
+    return _change(old, new, page)
 
 
-def _change(old: int | None, new: int | None, none: str, page: Page) -> str:
-    before, after = (none if value is None else count(value) for value in (old, new))
-    return after if before == after else f"{before} {'→' if page.unicode else '->'} {after}"
+def _bucket_sizes(row: Row, page: Page) -> str:
+    old = _bucket_size(row["from_dp"], row["from_bucket_size"])
+    return _change(old, _bucket_size(row["to_dp"], row["bucket_size"]), page)
+
+
+def _bucket_size(dp_size: int | None, size: int | None) -> str:
+    if dp_size is None:
+        return "no buckets"
+    return "one a buffer" if size is None else count(size)
+
+
+def _change(old: str, new: str, page: Page) -> str:
+    return new if old == new else f"{old} {'→' if page.unicode else '->'} {new}"
 
 
 def _bytes(n: int) -> str:

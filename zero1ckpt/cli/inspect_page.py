@@ -10,7 +10,7 @@ from .bars import bars_of
 from .narrowing import Selection
 from .render import Column, Page, Table
 from .rows import Row, part_documents
-from .text import count, first_and_last, hyper_parameters, percent, safe, shape_text, short_bytes
+from .text import count, first_and_last, hyper_parameters, percent, plural, safe, shape_text, short_bytes
 
 __all__ = ["RANK_LIMIT", "facts", "inspect_page", "tables"]
 
@@ -69,8 +69,8 @@ def facts(part: Row, *, whole: bool) -> list[tuple[str, str]]:
         rows.append(("bucket size", "one bucket a buffer" if size is None else f"{count(size)} elements"))
     rows.append(("params", f"{count(len(part['params']))} with {count(numel)} elements"))
     if buckets:
-        buffers = _plural(sum(1 for buffer in part["buffers"] if buffer["buckets"]), "buffer")
-        rows.append(("layout", f"{buffers}, {_plural(len(buckets), 'bucket')}, {count(padded)} elements{waste}"))
+        buffers = plural(sum(1 for buffer in part["buffers"] if buffer["buckets"]), "buffer")
+        rows.append(("layout", f"{buffers}, {plural(len(buckets), 'bucket')}, {count(padded)} elements{waste}"))
     slots = ", ".join(f"{safe(slot)} {dtype}" for slot, dtype in part["slot_dtypes"].items())
     rows.append(("slots", slots or "none"))
     rows.append(("size", _size(part)))
@@ -136,7 +136,7 @@ def _params(part: Row, limit: int) -> Table:
         for bucket in buffer["buckets"]
         for param in bucket["params"]
     }
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             safe(param["name"]),
             shape_text(param["shape"]),
@@ -147,7 +147,7 @@ def _params(part: Row, limit: int) -> Table:
         )
         for param in first_and_last(part["params"], limit)
     ]
-    columns = (
+    columns: tuple[Column, ...] = (
         Column("param", wide=True),
         Column("shape", right=True),
         Column("dtype"),
@@ -155,6 +155,8 @@ def _params(part: Row, limit: int) -> Table:
         Column("group", right=True, spare=1),
         Column("bucket", right=True),
     )
+    if not where:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return Table("Params", columns, tuple(rows), _note(part["params"], limit, "--param shows another"))
 
 
@@ -244,7 +246,3 @@ def _note(rows: Sequence[Any], limit: int, how: str) -> str:
 
 def _range(bounds: Sequence[int]) -> str:
     return f"{bounds[0]}:{bounds[1]}"
-
-
-def _plural(n: int, what: str) -> str:
-    return f"{count(n)} {what}{'' if n == 1 else 's'}"

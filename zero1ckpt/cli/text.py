@@ -14,6 +14,7 @@ __all__ = [
     "json_safe",
     "one_line",
     "percent",
+    "plural",
     "ranks_text",
     "safe",
     "shape_text",
@@ -65,6 +66,10 @@ def percent(part: int, whole: int) -> str:
         return "0 %"
     share = 100 * part / whole
     return "<0.1 %" if share < 0.05 else f"{share:.1f} %"
+
+
+def plural(n: int, what: str) -> str:
+    return f"{count(n)} {what}{'' if n == 1 else 's'}"
 
 
 def shape_text(shape: Sequence[int]) -> str:

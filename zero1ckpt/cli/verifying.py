@@ -12,7 +12,7 @@ from .exit_codes import DONE
 from .progress import progress
 from .render import Column, Page, Table, write_json
 from .rows import Row
-from .text import count, first_and_last, one_line, safe, short_bytes
+from .text import count, first_and_last, one_line, plural, safe, short_bytes
 
 __all__ = ["finding_row", "run"]
 
@@ -78,7 +78,7 @@ def _write(page: Page, path: str, against: str | None, deep: bool, result: Verif
 
 def _summary(path: str, against: str | None, deep: bool, result: Verification) -> str:
     if not result.ok:
-        return f"{safe(path)}: {count(len(result.findings))} finding{'s' if len(result.findings) > 1 else ''}"
+        return f"{safe(path)}: {plural(len(result.findings), 'finding')}"
     proved = "structure, sizes and digests hold"
     if deep:
         proved = f"structure, sizes, digests and all data hold ({short_bytes(result.bytes_read)} read)"
