@@ -450,7 +450,7 @@ def uncommitted(folder: Path) -> None:
 def nonzero_padding(folder: Path) -> None:
     with opened(folder) as stored:
         catalog, entry = stored.catalogs[""], stored.files[RANK1]
-        header, cuts = stored.source("").header(1)
+        header, cuts = read_header(stored.store, RANK1), stored.format.cuts(catalog, 1)
         table = catalog.placement.extents(1)
         bounds = cuts.tolist()
         payload = bytearray((folder / RANK1).read_bytes()[header.payload :])

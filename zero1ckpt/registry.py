@@ -1,4 +1,4 @@
-"""Format name -> plug-in. The one place where format and container names are compared."""
+"""(format, container) -> plug-in. The one place where format and container names are compared."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ import difflib
 
 from .core.errors import UnsupportedError
 from .formats.bucket_shards import BucketShards
+from .formats.fully_reshardable import FullyReshardable
+from .formats.fully_sharded_model_space import FullyShardedModelSpace
 from .model.protocols import Format
 
-__all__ = ["DEFAULT_FORMAT", "FORMATS", "find_container", "find_format"]
+__all__ = ["DEFAULT_FORMAT", "FORMATS", "find_format"]
 
-FORMATS: dict[str, Format] = {plugin.name: plugin for plugin in (BucketShards(),)}
+_PLUGINS: tuple[Format, ...] = (BucketShards(), FullyReshardable(), FullyShardedModelSpace())
+
+FORMATS: dict[tuple[str, str], Format] = {(plugin.name, plugin.container): plugin for plugin in _PLUGINS}
+"""Plug-ins by format and container; a format's first container is its default."""
 DEFAULT_FORMAT = "bucket_shards"
 
 
-def find_format(name: str) -> Format:
-    """The plug-in of a format. Raises ``UnsupportedError`` with the nearest name."""
-    plugin = FORMATS.get(name)
-    if plugin is None:
-        near = difflib.get_close_matches(name, FORMATS, 1)
+def find_format(name: str, container: str | None = None) -> Format:
+    """The plug-in of a format in a container, by default the format's first.
+
+    Raises ``UnsupportedError`` with the nearest name for an unknown one, or for a pair that does not exist.
+    """
+    names = list(dict.fromkeys(known for known, _ in FORMATS))
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {near[0]}?" if near else "see `zero1ckpt reshard --help`"
-        raise UnsupportedError("unknown format", found=name, expected=f"one of {', '.join(FORMATS)}", hint=hint)
-    return plugin
-
-
-def find_container(plugin: Format, container: str | None) -> str:
-    """The container to write a format in: the given one, or its first. Raises ``UnsupportedError`` for a wrong pair."""
-    if container is None:
-        return plugin.containers[0]
-    if container not in plugin.containers:
+        raise UnsupportedError("unknown format", found=name, expected=f"one of {', '.join(names)}", hint=hint)
+    containers = [kind for known, kind in FORMATS if known == name]
+    plugin = FORMATS.get((name, containers[0] if container is None else container))
+    if plugin is None:
         raise UnsupportedError(
-            f"format {plugin.name} does not come in container {container}",
+            f"format {name} does not come in this container",
             found=container,
-            expected=f"one of {', '.join(plugin.containers)}",
+            expected=f"one of {', '.join(containers)}",
         )
-    return container
+    return plugin

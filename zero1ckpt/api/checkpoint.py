@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ class Checkpoint:
         return entry.digests.get(slot)
 
     def read(self, name: str, slot: str, range: Range | None = None) -> torch.Tensor:
-        """One slot of a param, in the param's shape, or with ``range`` the flat part; on the CPU, in the stored dtype.
+        """One slot of a param, in its shape, or with ``range`` the flat part; on the CPU, in the stored dtype.
 
         Reads only the bytes that are needed, and proves every checksummed piece that it reads whole.
         Raises ``UsageError`` for a name or range that does not exist, ``CorruptError`` for damaged data.
@@ -104,7 +105,6 @@ class Checkpoint:
         import torch
 
         param = self._param(name)
-        spec = self.state.params[param]
         scalar = self.state.scalars_of(param).get(slot)
         if scalar is not None:
             return torch.tensor(scalar.value, dtype=torch_dtype(scalar.dtype))
@@ -118,15 +118,15 @@ class Checkpoint:
                 found=slot,
                 expected=f"one of {', '.join([*has, *self.state.scalars_of(param)])}",
             )
-        asked = Range(0, spec.numel) if range is None else Range(range.start, range.end)
-        if asked.end > spec.numel:
-            raise UsageError(
-                "the range leaves the param", param=name, found=asked, expected=f"within 0 to {spec.numel}"
-            )
+        shape = self.state.shape_of(param, index)
+        numel = prod(shape)
+        asked = Range(0, numel) if range is None else Range(range.start, range.end)
+        if asked.end > numel:
+            raise UsageError("the range leaves the tensor", param=name, found=asked, expected=f"within 0 to {numel}")
         out = new_tensor(self.state.slots[index].dtype, (asked.size,))
         if asked.size:
             self._read_into(tensor_bytes(out), param, index, asked)
-        return out.reshape(spec.shape) if range is None else out
+        return out.reshape(shape) if range is None else out
 
     def tensors(self) -> Iterator[tuple[str, str]]:
         """(param, slot) of everything elementwise that has a value."""

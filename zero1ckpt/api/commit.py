@@ -8,13 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.digest import crc64, format_digest
 from ..core.errors import CorruptError, OutputError, UsageError, Zero1CkptError
 from ..encodings.tensor_file import TensorData, write_tensor_file
 from ..model.catalog import Catalog, digest_tensors
-from ..model.manifest import FileEntry, ModelTensor, PartManifest, RankExtra, encode_manifest, make_part, new_manifest
+from ..model.manifest import (
+    FileEntry,
+    FormatOptions,
+    ModelTensor,
+    PartManifest,
+    RankExtra,
+    encode_manifest,
+    make_part,
+    new_manifest,
+)
+from ..model.protocols import Area, Format, Progress
 from ..model.values import Json, encode_value
-from ..resharding.files import BlobReport
-from ..storage.staging import Area
+from ..resharding.copying import BlobReport, PartCopy, copy_part
+from ..storage.local import OutputFile
 from .stored import EXTRA_FILE, describe
 from .tensors import stored_dtype, tensor_bytes
 
@@ -28,7 +39,9 @@ __all__ = [
     "prepare_extra",
     "window_bytes",
     "workers_or_default",
+    "write_derived",
     "write_extra",
+    "write_part",
 ]
 
 DEFAULT_MEMORY = 256 * 2**20
@@ -80,20 +93,42 @@ def part_manifest(catalog: Catalog, reports: Iterable[BlobReport]) -> PartManife
     return make_part(catalog.part, catalog.state, rules, digests)
 
 
+def write_part(
+    part: PartCopy, area: Area, *, workers: int, window_bytes: int, prove: bool, progress: Progress | None = None
+) -> tuple[PartManifest, list[FileEntry]]:
+    """Writes all blobs of a part, and what follows from them; its manifest and its files."""
+    blobs = range(part.dst.placement.blob_count)
+    reports = copy_part(part, area, blobs, workers=workers, window_bytes=window_bytes, prove=prove, progress=progress)
+    files = [entry for report in reports for entry in report.files]
+    return part_manifest(part.dst, reports), files + write_derived(area, part.format, part.dst)
+
+
 def encode_manifest_of(
-    format: str,
-    container: str,
+    format: Format,
     parts: Sequence[PartManifest],
     files: Sequence[FileEntry],
     *,
     extra: Json = None,
     model: Sequence[ModelTensor] = (),
     rank_extra: RankExtra | None = None,
+    options: FormatOptions,
 ) -> bytes:
     """The bytes of the manifest. Pure."""
-    return encode_manifest(
-        new_manifest(format, container, parts, files, extra=extra, model=model, rank_extra=rank_extra)
+    manifest = new_manifest(
+        format.name, format.container, parts, files, extra=extra, model=model, rank_extra=rank_extra, options=options
     )
+    return encode_manifest(manifest)
+
+
+def write_derived(area: Area, format: Format, catalog: Catalog) -> list[FileEntry]:
+    """Writes the files that follow from a part's catalog, such as an index."""
+    entries = []
+    for key, data in format.derived(catalog):
+        file = OutputFile(area.path(key), len(data))
+        file.write(0, memoryview(data))
+        file.sync_and_close()
+        entries.append(FileEntry(key, len(data), format_digest(crc64(data))))
+    return entries
 
 
 def prepare_extra(extra: Any, place: str = "extra") -> tuple[Json, list[TensorData]]:

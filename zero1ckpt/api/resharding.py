@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import OutputError, UnsupportedError, UsageError, Zero1CkptError
-from ..core.layout import layout_params
+from ..core.layout import LayoutRules, layout_params
 from ..encodings.safetensors_file import PAGE
 from ..encodings.tensor_file import copy_file
 from ..model.catalog import Catalog
-from ..model.manifest import FileEntry, PartManifest, make_part
+from ..model.manifest import FileEntry, FormatOptions, PartManifest, make_part
 from ..model.protocols import Format, Progress
-from ..registry import find_container, find_format
+from ..registry import find_format
 from ..resharding.coalesce import runs
-from ..resharding.files import PartCopy, copy_part
+from ..resharding.copying import PartCopy
 from ..resharding.plan import correspond, cut_moves, plan_blob, window_bounds
 from ..storage.staging import Staging, find_leftovers, refuse_existing, remove_leftover, staged
 from .checkpoint import Checkpoint
@@ -29,9 +29,9 @@ from .commit import (
     check_overwrite,
     check_space,
     encode_manifest_of,
-    part_manifest,
     window_bytes,
     workers_or_default,
+    write_part,
 )
 from .stored import Stored, describe, part_prefix
 from .writing import make_rules, parse_bucket_size
@@ -58,11 +58,15 @@ class ReshardPlan:
     stored: Stored
     dst: Path
     format: Format
-    container: str
+    options: FormatOptions
     catalogs: tuple[Catalog, ...]
     workers: int
     window_bytes: int
     verify: bool
+
+    @property
+    def container(self) -> str:
+        return self.format.container
 
     @property
     def payload_bytes(self) -> int:
@@ -76,7 +80,8 @@ class ReshardPlan:
             "command": "reshard",
             "source": self.stored.manifest_digest,
             "format": self.format.name,
-            "container": self.container,
+            "container": self.format.container,
+            "options": repr(self.options),
             "layout": [repr(rule) for rule in rules],
         }
 
@@ -108,58 +113,77 @@ def plan_reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str] | None = None,
     *,
-    to_dp: int,
+    to_dp: int | None = None,
     bucket_size: int | str | None = None,
     format: str | None = None,
     container: str | None = None,
     from_dp: int | None = None,
+    options: FormatOptions | None = None,
     workers: int | None = None,
     memory_limit: int | None = None,
     verify: bool = True,
 ) -> ReshardPlan:
     """Plans a reshard; reads the source's manifest only. Arguments and errors as of ``reshard``."""
     stored = describe(src)
-    plugin = stored.format if format is None else find_format(format)
-    kind = stored.manifest.container if format is None and container is None else find_container(plugin, container)
-    target = _destination(stored.path, dst, to_dp)
-    keep_size = bucket_size is None
+    plugin = _target_format(stored, format, container)
+    target = _destination(stored.path, dst, to_dp, plugin)
     size = None if bucket_size is None else parse_bucket_size(bucket_size)
-    make_rules(to_dp, size)
+    make_rules(1 if to_dp is None else to_dp, size)
     _check_from_dp(stored, from_dp)
-    scale = Fraction(to_dp, _dense_dp(stored))
+    if plugin.keeps_layout and to_dp is None and _dense_dp(stored) is None:
+        raise UsageError(
+            "the checkpoint has no dp size, and the target needs one", file=stored.path, hint="pass --to-dp"
+        )
+    same = plugin is stored.format
+    chosen = plugin.normalize(options or (stored.manifest.options if same else FormatOptions()))
     catalogs = []
     for part, catalog in stored.catalogs.items():
-        assert catalog.layout is not None
-        old = catalog.layout.rules
-        new_dp = old.dp_size * scale
-        if new_dp.denominator != 1:
-            raise UnsupportedError(
-                f"part {part!r} has dp size {old.dp_size}, which does not scale to a whole number of ranks",
-                file=stored.path,
-                found=new_dp,
-                hint="choose a --to-dp that all parts scale to",
-            )
-        rules = replace(
-            make_rules(int(new_dp), old.bucket_size if keep_size else size, old.pad_for_high_nccl_busbw),
-            param_align=old.param_align,
-            bucket_align=old.bucket_align,
-        )
-        planned = plugin.plan(catalog.state, layout_params(catalog.state.params, rules), part, part_prefix(part))
+        rules = _rules(stored, part, catalog, to_dp, size, keep_size=bucket_size is None)
+        layout = layout_params(catalog.state.params, rules) if plugin.keeps_layout and rules is not None else None
+        planned = plugin.plan(catalog.state, layout, part, part_prefix(part), chosen)
         catalogs.append(replace(planned, digests=catalog.digests))
     threads = workers_or_default(workers)
     window = window_bytes(memory_limit, threads)
-    return ReshardPlan(stored, target, plugin, kind, tuple(catalogs), threads, window, verify)
+    return ReshardPlan(stored, target, plugin, chosen, tuple(catalogs), threads, window, verify)
+
+
+def _target_format(stored: Stored, format: str | None, container: str | None) -> Format:
+    """The plug-in of the target: what is not given stays, but a new format comes in its first container."""
+    if format is None or format == stored.format.name:
+        return find_format(stored.format.name, container or stored.format.container)
+    return find_format(format, container)
+
+
+def _rules(
+    stored: Stored, part: str, catalog: Catalog, to_dp: int | None, size: int | None, *, keep_size: bool
+) -> LayoutRules | None:
+    """The target's rules for one part: all parts' dp sizes scale alike. None where neither side has any."""
+    if catalog.layout is None:
+        return None if to_dp is None else make_rules(to_dp, size)
+    old = catalog.layout.rules
+    dense = _dense_dp(stored)
+    assert dense is not None
+    new_dp = old.dp_size * Fraction(dense if to_dp is None else to_dp, dense)
+    if new_dp.denominator != 1:
+        raise UnsupportedError(
+            f"part {part!r} has dp size {old.dp_size}, which does not scale to a whole number of ranks",
+            file=stored.path,
+            found=new_dp,
+            hint="choose a --to-dp that all parts scale to",
+        )
+    return replace(old, dp_size=int(new_dp), bucket_size=old.bucket_size if keep_size else size)
 
 
 def reshard(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str] | None = None,
     *,
-    to_dp: int,
+    to_dp: int | None = None,
     bucket_size: int | str | None = None,
     format: str | None = None,
     container: str | None = None,
     from_dp: int | None = None,
+    options: FormatOptions | None = None,
     workers: int | None = None,
     memory_limit: int | None = None,
     verify: bool = True,
@@ -183,6 +207,7 @@ def reshard(
         format=format,
         container=container,
         from_dp=from_dp,
+        options=options,
         workers=workers,
         memory_limit=memory_limit,
         verify=verify,
@@ -207,27 +232,26 @@ def execute(
         parts = []
         files = []
         for part in plan.parts():
-            reports = copy_part(
+            made, written = write_part(
                 part,
                 staging,
-                range(part.dst.placement.blob_count),
                 workers=plan.workers,
                 window_bytes=plan.window_bytes,
                 prove=plan.verify,
                 progress=progress,
             )
-            parts.append(part_manifest(part.dst, reports))
-            files += [report.file for report in reports]
+            parts.append(made)
+            files += written
         files += _copy_others(plan, staging)
         manifest = plan.stored.manifest
         data = encode_manifest_of(
-            plan.format.name,
-            plan.container,
+            plan.format,
             parts,
             files,
             extra=manifest.extra,
             model=manifest.model,
             rank_extra=manifest.rank_extra,
+            options=plan.options,
         )
         staging.publish("manifest.json", data)
     plan.stored.store.close()
@@ -255,7 +279,7 @@ def _already_done(plan: ReshardPlan, overwrite: bool) -> bool:
         return False
     mine, theirs = plan.stored.manifest, there.manifest
     same = (
-        (theirs.format, theirs.container) == (plan.format.name, plan.container)
+        (theirs.format, theirs.container, theirs.options) == (plan.format.name, plan.container, plan.options)
         and (mine.extra, mine.model, mine.rank_extra) == (theirs.extra, theirs.model, theirs.rank_extra)
         and plan.stored.other_files() == there.other_files()
         and theirs.parts == [_part_of(catalog) for catalog in plan.catalogs]
@@ -273,9 +297,10 @@ def _part_of(catalog: Catalog) -> PartManifest:
     return make_part(catalog.part, catalog.state, rules, catalog.digests)
 
 
-def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int) -> Path:
+def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int | None, format: Format) -> Path:
     source = src.resolve()
-    target = source.parent / f"{source.name}-dp{to_dp}" if dst is None else Path(dst).resolve()
+    suffix = format.name if to_dp is None else f"dp{to_dp}"
+    target = source.parent / f"{source.name}-{suffix}" if dst is None else Path(dst).resolve()
     if target == source or source in target.parents or target in source.parents:
         raise UsageError(
             "source and destination are the same folder or lie in each other",
@@ -286,8 +311,9 @@ def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int) -> P
     return target
 
 
-def _dense_dp(stored: Stored) -> int:
-    return max(c.layout.rules.dp_size for c in stored.catalogs.values() if c.layout is not None)
+def _dense_dp(stored: Stored) -> int | None:
+    """The largest part's dp size: that of the dense params. None where the format has none."""
+    return max((c.layout.rules.dp_size for c in stored.catalogs.values() if c.layout is not None), default=None)
 
 
 def _check_from_dp(stored: Stored, from_dp: int | None) -> None:
@@ -296,7 +322,7 @@ def _check_from_dp(stored: Stored, from_dp: int | None) -> None:
         raise UnsupportedError(
             "the checkpoint has another dp size than --from-dp says",
             file=stored.path,
-            found=actual,
+            found="none" if actual is None else actual,
             expected=from_dp,
-            hint=f"pass --from-dp {actual} or leave it out",
+            hint="leave --from-dp out" if actual is None else f"pass --from-dp {actual} or leave it out",
         )

@@ -12,10 +12,9 @@ from urllib.parse import quote
 from ..core.errors import CorruptError, MissingError, Zero1CkptError
 from ..core.layout import layout_params
 from ..model.catalog import Catalog
-from ..model.manifest import MANIFEST_NAME, FileEntry, Manifest, PartManifest, decode_manifest
-from ..model.protocols import Format
-from ..registry import find_container, find_format
-from ..resharding.files import FileSource
+from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, Manifest, PartManifest, decode_manifest
+from ..model.protocols import Format, Source
+from ..registry import find_format
 from ..storage.local import LocalStore
 from ..storage.staging import find_leftovers
 
@@ -54,16 +53,23 @@ class Stored:
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.manifest.files)
 
-    def source(self, part: str) -> FileSource:
-        return FileSource(self.store, self.catalogs[part], self.format, self.files)
+    def source(self, part: str) -> Source:
+        return self.format.source(self.store, self.catalogs[part], self.files)
 
     def part(self, name: str) -> PartManifest:
         return next(part for part in self.manifest.parts if part.name == name)
 
+    def derived(self) -> dict[str, bytes]:
+        """Files that follow from the catalogs, by path: what they must hold."""
+        return {key: data for catalog in self.catalogs.values() for key, data in self.format.derived(catalog)}
+
     def other_files(self) -> list[FileEntry]:
-        """Files that hold no blob of a part: extra, rank-bound state, the model's own tensors."""
-        blobs = {c.placement.blob_key(b) for c in self.catalogs.values() for b in range(c.placement.blob_count)}
-        return [entry for entry in self.manifest.files if entry.path not in blobs]
+        """Files that hold nothing of a part's slots: extra, rank-bound state, the model's own tensors."""
+        known = set(self.derived())
+        for catalog in self.catalogs.values():
+            for blob in range(catalog.placement.blob_count):
+                known.update(self.format.blob_files(catalog, blob))
+        return [entry for entry in self.manifest.files if entry.path not in known]
 
     def check_files(self) -> None:
         """Raises ``MissingError`` or ``CorruptError`` for the first file that is not there in its full size."""
@@ -90,9 +96,8 @@ def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Store
     try:
         read = decode_manifest(store.read(MANIFEST_NAME), folder / MANIFEST_NAME)
         manifest = read.manifest
-        plugin = find_format(manifest.format)
-        find_container(plugin, manifest.container)
-        catalogs = {part.name: _catalog(plugin, part) for part in manifest.parts}
+        plugin = find_format(manifest.format, manifest.container)
+        catalogs = {part.name: _catalog(plugin, part, manifest.options) for part in manifest.parts}
     except Zero1CkptError as error:
         if error.file:
             raise
@@ -106,12 +111,13 @@ def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Store
     return stored
 
 
-def _catalog(plugin: Format, part: PartManifest) -> Catalog:
+def _catalog(plugin: Format, part: PartManifest, options: FormatOptions) -> Catalog:
     state = part.state()
     rules = part.rules()
-    if rules is None:
-        raise ValueError(f"part {part.name!r} states no layout")
-    catalog = plugin.plan(state, layout_params(state.params, rules), part.name, part_prefix(part.name))
+    if (rules is None) is plugin.keeps_layout:
+        raise ValueError(f"part {part.name!r} states {'no' if rules is None else 'a'} layout")
+    layout = None if rules is None else layout_params(state.params, rules)
+    catalog = plugin.plan(state, layout, part.name, part_prefix(part.name), plugin.normalize(options))
     return Catalog(
         catalog.format,
         catalog.container,
@@ -124,16 +130,18 @@ def _catalog(plugin: Format, part: PartManifest) -> Catalog:
 
 
 def _check_listing(stored: Stored) -> None:
-    """Every blob that the layout says must be listed."""
+    """Every file that the layout says must be listed."""
+    needed = list(stored.derived())
     for catalog in stored.catalogs.values():
         for blob in range(catalog.placement.blob_count):
-            key = catalog.placement.blob_key(blob)
-            if key not in stored.files:
-                raise CorruptError(
-                    "the manifest does not list a file that its layout needs",
-                    file=stored.path / MANIFEST_NAME,
-                    expected=key,
-                )
+            needed += stored.format.blob_files(catalog, blob)
+    for key in needed:
+        if key not in stored.files:
+            raise CorruptError(
+                "the manifest does not list a file that its layout needs",
+                file=stored.path / MANIFEST_NAME,
+                expected=key,
+            )
 
 
 def resolve(path: Path) -> Path:

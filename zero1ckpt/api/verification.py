@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..core.digest import crc64, format_digest
+from ..core.digest import crc64, format_digest, tensor_digest
 from ..core.errors import CorruptError, MissingError, Zero1CkptError
 from ..core.ranges import IntColumn
 from ..encodings.tensor_file import check_tensor_file, read_tensor
 from ..model.catalog import Catalog, Extents, digest_tensors, fold_pieces
-from ..model.manifest import MANIFEST_NAME, make_part, whole_digest
+from ..model.manifest import MANIFEST_NAME, FileEntry, make_part, whole_digest
 from ..model.numeric import first_negative, first_nonfinite
-from ..model.protocols import Progress
+from ..model.protocols import Progress, Source
 from ..model.state import PartState
 from ..model.values import same_value
-from ..resharding.files import FileSource
 from .commit import workers_or_default
-from .stored import EXTRA_FILE, Stored, describe
+from .stored import EXTRA_FILE, MODEL_FILE, Stored, describe
 
 __all__ = ["Finding", "Verification", "verify"]
 
@@ -101,8 +100,13 @@ def _check_files(stored: Stored) -> list[Finding]:
             kind = "truncated_file" if nbytes < entry.bytes else "long_file"
             message = f"{stored.store.label(entry.path)}: found {nbytes} bytes, expected {entry.bytes}"
             findings.append(Finding(kind, message, file=entry.path))
+    broken = {finding.file for finding in findings}
+    for key, data in stored.derived().items():
+        if key not in broken and stored.store.read(key) != data:
+            message = f"{stored.store.label(key)}: it is not what follows from the manifest"
+            findings.append(Finding("altered_file", message, file=key))
     for entry in stored.other_files():
-        if not any(finding.file == entry.path for finding in findings):
+        if entry.path not in broken:
             try:
                 check_tensor_file(stored.store, entry)
             except Zero1CkptError as error:
@@ -129,13 +133,13 @@ def _check_part(stored: Stored, catalog: Catalog, broken: set[str | None], resul
             whole = False
             continue
         try:
-            header, cuts = source.header(blob)
+            pieces = _pieces(source, blob)
         except Zero1CkptError as error:
             whole = False
             broken.add(key)
             result.findings.append(Finding("altered_file", str(error), part=catalog.part, file=key))
             continue
-        partial = fold_pieces(catalog.state, catalog.placement.extents(blob), cuts, header.pieces)
+        partial = fold_pieces(catalog.state, catalog.placement.extents(blob), *pieces)
         for tensor, crc in partial.items():
             values[tensor] = values.get(tensor, 0) ^ crc
     return list(_wrong_digests(catalog, digest_tensors(catalog.state, values))) if whole else []
@@ -168,7 +172,7 @@ def _check_data(
     """Reads every payload and compares each piece; looks at the values on the way."""
     lock = threading.Lock()
 
-    def check(job: tuple[Catalog, FileSource, int]) -> None:
+    def check(job: tuple[Catalog, Source, int]) -> None:
         catalog, source, blob = job
         reader = _BlobReader(catalog, source, blob)
         try:
@@ -192,21 +196,35 @@ def _check_data(
     with ThreadPoolExecutor(workers, thread_name_prefix="zero1ckpt") as pool:
         list(pool.map(check, jobs))
     for entry in stored.other_files():
-        if entry.path in broken:
-            continue
-        header = check_tensor_file(stored.store, entry)
-        for tensor in header.tensors:
-            try:
-                read_tensor(stored.store, entry.path, header, tensor.name)
-            except CorruptError as error:
-                result.findings.append(Finding("damaged_data", str(error), param=tensor.name, file=entry.path))
+        if entry.path not in broken:
+            result.findings += _check_tensors(stored, entry)
     result.findings.sort(key=lambda f: (f.part, f.file or "", f.param or "", f.slot or "", f.range or (0, 0)))
+
+
+def _check_tensors(stored: Stored, entry: FileEntry) -> Iterator[Finding]:
+    """Reads all tensors of a file beside the state; those of the model must have the digests that the manifest states."""
+    header = check_tensor_file(stored.store, entry)
+    stated = {model.name: model for model in stored.manifest.model} if entry.path == MODEL_FILE else {}
+    for tensor in header.tensors:
+        try:
+            data = memoryview(read_tensor(stored.store, entry.path, header, tensor.name))
+        except CorruptError as error:
+            yield Finding("damaged_data", str(error), param=tensor.name, file=entry.path)
+            continue
+        model = stated.pop(tensor.name, None)
+        if model is not None:
+            crc = tensor_digest(model.name, model.kind, tensor.dtype, tensor.shape, crc64(data), data.nbytes)
+            if format_digest(crc) != model.digest:
+                message = f"{entry.path}: {model.name}: found digest {format_digest(crc)}, expected {model.digest}"
+                yield Finding("wrong_digest", message, param=model.name, file=entry.path)
+    for name in stated:
+        yield Finding("missing_tensor", f"{entry.path}: {name} is not in the file", param=name, file=entry.path)
 
 
 class _BlobReader:
     """Reads one payload in windows of whole pieces; keeps what it finds, one finding a piece or slice at most."""
 
-    def __init__(self, catalog: Catalog, source: FileSource, blob: int) -> None:
+    def __init__(self, catalog: Catalog, source: Source, blob: int) -> None:
         self.catalog = catalog
         self.source = source
         self.blob = blob
@@ -215,7 +233,7 @@ class _BlobReader:
         self._nonfinite: set[tuple[int, int]] = set()
 
     def run(self) -> Iterator[int]:
-        header, cuts = self.source.header(self.blob)
+        cuts, crcs = _pieces(self.source, self.blob)
         table = self.catalog.placement.extents(self.blob)
         owner = np.searchsorted(table.at, cuts[:-1], side="right") - 1
         for first, last in _groups(cuts, _READ_BYTES):
@@ -224,7 +242,7 @@ class _BlobReader:
             self.source.read_run(self.blob, begin, [data])
             for piece in range(first, last):
                 low, high = int(cuts[piece]), int(cuts[piece + 1])
-                self._piece(table, int(owner[piece]), low, data[low - begin : high - begin], header.pieces[piece])
+                self._piece(table, int(owner[piece]), low, data[low - begin : high - begin], crcs[piece])
             self.bytes_read += end - begin
             yield end - begin
 
@@ -260,6 +278,13 @@ class _BlobReader:
         if at is not None:
             self._nonfinite.add((param, slot))
             found("negative", f"element {start + at} is negative, and a second moment cannot be")
+
+
+def _pieces(source: Source, blob: int) -> tuple[IntColumn, Sequence[int]]:
+    """Bounds and checksums of a blob's pieces, proved by the manifest."""
+    pieces = source.pieces(blob)
+    assert pieces is not None  # every committed blob has them
+    return pieces
 
 
 def _groups(cuts: IntColumn, limit: int) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ import numpy as np
 from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import LayoutRules, layout_params
 from ..model.catalog import Catalog, Extents, TablePlacement
+from ..model.manifest import FormatOptions
 from ..model.state import MAIN_PARAM, ParamSpec, PartState, Scalar, SlotSpec
 from ..model.values import is_text
-from ..registry import DEFAULT_FORMAT, find_container, find_format
-from ..resharding.files import PartCopy, copy_part
+from ..registry import DEFAULT_FORMAT, find_format
+from ..resharding.copying import PartCopy
 from ..resharding.plan import correspond
 from ..storage.memory import MemoryBlobs
 from ..storage.staging import Staging, staged
@@ -26,11 +28,11 @@ from .commit import (
     check_space,
     encode_manifest_of,
     group_values,
-    part_manifest,
     prepare_extra,
     window_bytes,
     workers_or_default,
     write_extra,
+    write_part,
 )
 from .stored import part_prefix
 from .tensors import dtype_name, stored_dtype, tensor_bytes
@@ -56,6 +58,7 @@ def write(
     extra: Any = None,
     params: Mapping[str, Mapping[str, Any]] | None = None,
     pad_for_high_nccl_busbw: bool = False,
+    options: FormatOptions | None = None,
     overwrite: bool = False,
     workers: int | None = None,
 ) -> Checkpoint:
@@ -70,29 +73,22 @@ def write(
     Raises ``UsageError`` for state that is not well-formed, ``UnsupportedError`` for what the format cannot hold,
     ``OutputError`` where it cannot be written.
     """
-    plugin = find_format(format)
-    kind = find_container(plugin, container)
+    plugin = find_format(format, container)
+    choices = plugin.normalize(options or FormatOptions())
     rules = make_rules(dp_size, parse_bucket_size(bucket_size), pad_for_high_nccl_busbw)
     part_state, group_tensors = build_state(state, groups=groups, step=step, params=params)
     json, extra_tensors = prepare_extra(extra)
     src, source = _memory_catalog(part_state, state)
-    dst = plugin.plan(part_state, layout_params(part_state.params, rules), "", part_prefix(""))
+    dst = plugin.plan(part_state, layout_params(part_state.params, rules), "", part_prefix(""), choices)
     target = Path(path).resolve()
     check_overwrite(target, overwrite)
     check_space(target, sum(dst.placement.payload_nbytes(b) for b in range(dst.placement.blob_count)))
     threads = workers_or_default(workers)
     with staged(Staging(target, {"command": "write"}, overwrite=overwrite)) as staging:
         part = PartCopy(src, source, dst, plugin, correspond(part_state, part_state))
-        reports = copy_part(
-            part,
-            staging,
-            range(dst.placement.blob_count),
-            workers=threads,
-            window_bytes=window_bytes(None, threads),
-            prove=False,
-        )
-        files = [report.file for report in reports] + write_extra(staging, [*group_tensors, *extra_tensors])
-        manifest = encode_manifest_of(plugin.name, kind, [part_manifest(dst, reports)], files, extra=json)
+        made, files = write_part(part, staging, workers=threads, window_bytes=window_bytes(None, threads), prove=False)
+        files += write_extra(staging, [*group_tensors, *extra_tensors])
+        manifest = encode_manifest_of(plugin, [made], files, extra=json, options=choices)
         staging.publish("manifest.json", manifest)
     return open_checkpoint(target)
 
@@ -138,7 +134,14 @@ def build_state(
     specs = tuple(
         _spec(name, state[name], (params or {}).get(name, {}), group_of[name], scalar_slots) for name in names
     )
-    slots = canonical_slots(_slot_dtypes(state, scalar_slots))
+    whole = _whole_slots(state, scalar_slots)
+    slots = canonical_slots(_slot_dtypes(state, scalar_slots), whole)
+    shapes = {
+        (i, k): tuple(state[name][slot.name].shape)
+        for i, name in enumerate(names)
+        for k, slot in enumerate(slots)
+        if slot.whole and slot.name in state[name]
+    }
     absent = frozenset(
         (i, k) for i, name in enumerate(names) for k, slot in enumerate(slots) if slot.name not in state[name]
     )
@@ -147,7 +150,8 @@ def build_state(
         for name in names
     )
     encoded, tensors = group_values(hyper, "")
-    return PartState(specs, slots, step, encoded, scalars if scalar_slots else (), absent), tensors
+    own = scalars if scalar_slots else ()
+    return PartState(specs, slots, step, encoded, own, absent, shapes=shapes), tensors
 
 
 def _check_tensors(state: State) -> None:
@@ -169,10 +173,44 @@ def _check_name(what: str, name: object) -> None:
         raise UsageError(f"{what} is no text", found=ascii(name), expected="a str that UTF-8 can hold")
 
 
-def canonical_slots(dtypes: Mapping[str, str]) -> tuple[SlotSpec, ...]:
-    """Slots in the order that files have them: the main param, then by name. Pure."""
-    names = sorted(dtypes, key=lambda name: (name != MAIN_PARAM, name))
-    return tuple(SlotSpec(name, dtypes[name]) for name in names)
+def canonical_slots(dtypes: Mapping[str, str], whole: Set[str] = frozenset()) -> tuple[SlotSpec, ...]:
+    """Slots in the order that files have them: the main param, other elementwise ones by name, whole ones. Pure."""
+    names = sorted(dtypes, key=lambda name: (name in whole, name != MAIN_PARAM, name))
+    return tuple(SlotSpec(name, dtypes[name], name in whole) for name in names)
+
+
+def _whole_slots(state: State, scalars: Set[str]) -> set[str]:
+    """Slots with a shape of their own for every param (of more than one element).
+
+    Raises ``UnsupportedError`` for one that is whole for some params only, or that is transposed or flattened.
+    """
+    whole: dict[str, str] = {}
+    elementwise: dict[str, str] = {}
+    for name, slots in state.items():
+        shape = _shape(slots)
+        for slot, tensor in slots.items():
+            own = tuple(tensor.shape)
+            if slot in scalars or own == shape:
+                if slot not in scalars and prod(shape) > 1:
+                    elementwise.setdefault(slot, name)
+                continue
+            if slot == MAIN_PARAM or slot in elementwise or prod(own) == prod(shape) > 1:
+                raise _wrong_shape(name, slot, own, shape)
+            whole.setdefault(slot, name)
+    for slot in whole.keys() & elementwise.keys():
+        name = whole[slot]
+        raise _wrong_shape(name, slot, tuple(state[name][slot].shape), _shape(state[name]))
+    return set(whole)
+
+
+def _wrong_shape(name: str, slot: str, own: tuple[int, ...], shape: tuple[int, ...]) -> UnsupportedError:
+    return UnsupportedError(
+        f"slot {slot} has not the param's shape",
+        param=name,
+        found=list(own),
+        expected=list(shape),
+        hint="a slot has the param's shape, no dimensions, or for all params a shape of its own",
+    )
 
 
 def _groups(
@@ -219,15 +257,6 @@ def _spec(
     name: str, slots: Mapping[str, torch.Tensor], stated: Mapping[str, Any], group: int, scalars: set[str]
 ) -> ParamSpec:
     shape = _shape(slots)
-    for slot, tensor in slots.items():
-        if slot not in scalars and tuple(tensor.shape) != shape:
-            raise UnsupportedError(
-                f"slot {slot} has not the param's shape",
-                param=name,
-                found=list(tensor.shape),
-                expected=list(shape),
-                hint="a slot has the param's shape or no dimensions",
-            )
     unknown = set(stated) - {"dtype", "grad_dtype", "expert", "shared_embedding"}
     if unknown:
         raise UsageError("params= has an unknown key", param=name, found=sorted(unknown)[0])
@@ -268,7 +297,7 @@ def _memory_catalog(state: PartState, tensors: State) -> tuple[Catalog, MemoryBl
         for k, slot in enumerate(state.slots):
             if (i, k) not in state.absent:
                 view = tensor_bytes(tensors[spec.name][slot.name])
-                rows.append((i, k, 0, spec.numel, len(views), 0, view.nbytes))
+                rows.append((i, k, 0, view.nbytes // slot.itemsize, len(views), 0, view.nbytes))
                 views.append([view])
     columns = np.array(rows, np.int64).reshape(-1, 7).T
     keys = tuple(f"memory {i}" for i in range(len(views)))

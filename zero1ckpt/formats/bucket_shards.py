@@ -6,19 +6,20 @@ layout, and a file needs no table of fragments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from ..core.errors import CorruptError
 from ..core.layout import Fragments, Layout
 from ..core.ranges import IntColumn
-from ..encodings.safetensors_file import Header, TensorEntry, build_header, read_header
-from ..model.catalog import PIECE_BYTES, Catalog, Extents, piece_cuts
-from ..model.protocols import Store
-from ..model.state import PartState, SlotSpec
+from ..encodings.safetensors_file import TensorEntry
+from ..model.catalog import Catalog, Extents
+from ..model.manifest import FormatOptions
+from ..model.state import PartState
+from ..model.whole import whole_extents, whole_owners
+from .payload_format import PayloadFormat
 
 __all__ = ["BucketShards", "ShardPlacement"]
 
@@ -27,12 +28,12 @@ __all__ = ["BucketShards", "ShardPlacement"]
 class ShardPlacement:
     """Payload of rank ``r``: for each buffer, for each bucket, for each slot, the rank's shard; padding included.
 
-    Absent tensors keep their place, as zeros, so the payload's shape depends on nothing but layout and slots.
+    Absent tensors keep their place, as zeros, so all of this depends on nothing but layout and slots. Then come the
+    whole tensors that the rank carries.
     """
 
+    state: PartState
     layout: Layout
-    slots: tuple[SlotSpec, ...]
-    absent: frozenset[tuple[int, int]]
     prefix: str = ""
 
     @property
@@ -43,44 +44,60 @@ class ShardPlacement:
         return f"{self.prefix}rank-{blob:05d}-of-{self.blob_count:05d}.safetensors"
 
     def payload_nbytes(self, blob: int) -> int:
-        return int(self._buffer_base[-1])
+        return int(self._buffer_base[-1]) + int(whole_extents(self.state, self.layout, blob).nbytes.sum())
 
     @cached_property
-    def _slot_bytes(self) -> IntColumn:
-        return np.array([slot.itemsize for slot in self.slots], np.int64)
+    def _slots(self) -> list[int]:
+        """The elementwise slots."""
+        return np.flatnonzero(~self.state.whole_mask).tolist()
+
+    @cached_property
+    def _element_bytes(self) -> int:
+        """Bytes of one element over all elementwise slots."""
+        return int(self.state.slot_bytes[self._slots].sum())
 
     @cached_property
     def _slot_prefix(self) -> IntColumn:
         """Bytes an element that come before each slot in a bucket."""
-        before: IntColumn = np.cumsum(self._slot_bytes) - self._slot_bytes
+        sizes = np.where(self.state.whole_mask, 0, self.state.slot_bytes)
+        before: IntColumn = np.cumsum(sizes) - sizes
         return before
 
     @cached_property
     def _buffer_base(self) -> IntColumn:
-        sizes = [int(buffer.shard_offset[-1]) * int(self._slot_bytes.sum()) for buffer in self.layout.buffers]
+        sizes = [int(buffer.shard_offset[-1]) * self._element_bytes for buffer in self.layout.buffers]
         return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
 
     def segment(self, buffer: int, bucket: int, slot: int) -> tuple[int, int]:
         """Payload bytes ``[begin, end)`` of one bucket's shard of one slot."""
         begin = int(self._addresses(buffer, np.array([bucket]), np.array([slot]), np.array([0]))[0])
         numel = int(self.layout.buffers[buffer].shard_numel[bucket])
-        return begin, begin + numel * int(self._slot_bytes[slot])
+        return begin, begin + numel * int(self.state.slot_bytes[slot])
 
-    def tensors(self) -> tuple[TensorEntry, ...]:
-        """The tensors of any rank's file."""
+    def tensors(self, blob: int) -> tuple[TensorEntry, ...]:
+        """The tensors of a rank's file."""
         entries = []
         for b, buffer in enumerate(self.layout.buffers):
             for k, numel in enumerate(buffer.shard_numel.tolist()):
-                for s, slot in enumerate(self.slots):
-                    begin, end = self.segment(b, k, s)
-                    entries.append(TensorEntry(f"buffer.{b}.bucket.{k}.{slot.name}", slot.dtype, (numel,), begin, end))
+                for s in self._slots:
+                    slot = self.state.slots[s]
+                    name = f"buffer.{b}.bucket.{k}.{slot.name}"
+                    entries.append(TensorEntry(name, slot.dtype, (numel,), *self.segment(b, k, s)))
+        for p, s, _, _, _, at, nbytes in self._whole(blob).rows():
+            slot = self.state.slots[s]
+            name = f"whole.{self.state.params[p].name}.{slot.name}"
+            entries.append(TensorEntry(name, slot.dtype, self.state.shape_of(p, s), at, at + nbytes))
         return tuple(entries)
+
+    def _whole(self, blob: int) -> Extents:
+        held = whole_extents(self.state, self.layout, blob)
+        return replace(held, at=held.at + int(self._buffer_base[-1]))
 
     def _addresses(self, buffer: int, bucket: IntColumn, slot: IntColumn, local: IntColumn) -> IntColumn:
         layout = self.layout.buffers[buffer]
-        per_element = self._slot_bytes.sum()
-        base = self._buffer_base[buffer] + layout.shard_offset[bucket] * per_element
-        at: IntColumn = base + layout.shard_numel[bucket] * self._slot_prefix[slot] + local * self._slot_bytes[slot]
+        base = self._buffer_base[buffer] + layout.shard_offset[bucket] * self._element_bytes
+        inside = layout.shard_numel[bucket] * self._slot_prefix[slot] + local * self.state.slot_bytes[slot]
+        at: IntColumn = base + inside
         return at
 
     def _extents(self, buffer: int, found: Fragments, slot: IntColumn) -> Extents:
@@ -91,74 +108,59 @@ class ShardPlacement:
             found.size,
             found.rank,
             self._addresses(buffer, found.bucket, slot, found.local),
-            found.size * self._slot_bytes[slot],
+            found.size * self.state.slot_bytes[slot],
         )
 
     def extents(self, blob: int) -> Extents:
         tables = []
         for index, buffer in enumerate(self.layout.buffers):
             found = buffer.fragments(blob)
-            tables += [self._extents(index, found, np.full(len(found), slot)) for slot in range(len(self.slots))]
+            tables += [self._extents(index, found, np.full(len(found), slot)) for slot in self._slots]
         table = Extents.concatenate(tables)
-        if self.absent:
-            pairs = table.param * len(self.slots) + table.slot
-            gone = np.array([param * len(self.slots) + slot for param, slot in self.absent], np.int64)
-            table = table.take(np.flatnonzero(~np.isin(pairs, gone)))
-        return table.take(np.argsort(table.at, kind="stable"))
+        table = table.take(np.flatnonzero(self.state.has(table.param, table.slot)))
+        return Extents.concatenate([table.take(np.argsort(table.at, kind="stable")), self._whole(blob)])
 
     def locate(self, param: IntColumn, slot: IntColumn, start: IntColumn, size: IntColumn) -> tuple[IntColumn, Extents]:
         rows, tables = [], []
+        elementwise = ~self.state.whole_mask[slot] & self.state.has(param, slot)
         owner = self.layout.buffer_of[param]
         for index, buffer in enumerate(self.layout.buffers):
-            mine = np.flatnonzero(owner == index)
+            mine = np.flatnonzero(elementwise & (owner == index))
             place = self.layout.place_of[param[mine]]
             row, found = buffer.owners(place, start[mine], start[mine] + size[mine])
             rows.append(mine[row])
             tables.append(self._extents(index, found, slot[mine][row]))
-        row = np.concatenate(rows) if rows else np.empty(0, np.int64)
-        order = np.argsort(row, kind="stable")
-        return row[order], Extents.concatenate(tables).take(order)
+        for row, whole in self._locate_whole(param, slot, start, size):
+            rows.append(row)
+            tables.append(whole)
+        asked = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        order = np.argsort(asked, kind="stable")
+        return asked[order], Extents.concatenate(tables).take(order)
+
+    def _locate_whole(
+        self, param: IntColumn, slot: IntColumn, start: IntColumn, size: IntColumn
+    ) -> Iterator[tuple[IntColumn, Extents]]:
+        row, rank, begin, count = whole_owners(self.state, self.layout, param, slot, start, size)
+        for blob in np.unique(rank).tolist():
+            at_of = {(p, s): at for p, s, _, _, _, at, _ in self._whole(blob).rows()}
+            mine = np.flatnonzero(rank == blob)
+            p, s = param[row[mine]], slot[row[mine]]
+            item = self.state.slot_bytes[s]
+            at = np.array([at_of[key] for key in zip(p.tolist(), s.tolist(), strict=True)], np.int64)
+            there = np.full(len(mine), blob)
+            yield row[mine], Extents(p, s, begin[mine], count[mine], there, at + begin[mine] * item, count[mine] * item)
 
 
-class BucketShards:
+class BucketShards(PayloadFormat):
     """The format's plug-in (``model.protocols.Format``)."""
 
     name = "bucket_shards"
-    containers = ("safetensors",)
 
-    def plan(self, state: PartState, layout: Layout, part: str, prefix: str) -> Catalog:
-        placement = ShardPlacement(layout, state.slots, state.absent, prefix)
-        return Catalog(self.name, self.containers[0], part, state, layout, placement)
+    def plan(self, state: PartState, layout: Layout | None, part: str, prefix: str, options: FormatOptions) -> Catalog:
+        assert layout is not None
+        placement = ShardPlacement(state, layout, prefix)
+        return Catalog(self.name, self.container, part, state, layout, placement)
 
-    def cuts(self, catalog: Catalog, blob: int) -> IntColumn:
-        placement = catalog.placement
-        return piece_cuts(placement.extents(blob), placement.payload_nbytes(blob), PIECE_BYTES)
-
-    def header(self, catalog: Catalog, blob: int, pieces: Sequence[int]) -> bytes:
-        return build_header(_placement(catalog).tensors(), pieces, PIECE_BYTES)
-
-    def read_header(self, store: Store, catalog: Catalog, blob: int) -> Header:
-        """Raises ``CorruptError`` where tensors are missing, foreign, or of another size or dtype than laid out."""
-        key = catalog.placement.blob_key(blob)
-        header = read_header(store, key)
-        expected = {entry.name: entry for entry in _placement(catalog).tensors()}
-        found = {entry.name: entry for entry in header.tensors}
-        for name in [*expected, *found]:
-            if found.get(name) != expected.get(name):
-                raise CorruptError(
-                    f"tensor {name} is not what the layout says: the file was altered or is from another save",
-                    file=store.label(key),
-                    found=_describe(found.get(name)),
-                    expected=_describe(expected.get(name)),
-                    hint="restore it from a copy",
-                )
-        return header
-
-
-def _placement(catalog: Catalog) -> ShardPlacement:
-    assert isinstance(catalog.placement, ShardPlacement)
-    return catalog.placement
-
-
-def _describe(entry: TensorEntry | None) -> str:
-    return "none" if entry is None else f"{entry.dtype}{list(entry.shape)} at bytes {entry.begin} to {entry.end}"
+    def tensors(self, catalog: Catalog, blob: int) -> tuple[TensorEntry, ...]:
+        assert isinstance(catalog.placement, ShardPlacement)
+        return catalog.placement.tensors(blob)

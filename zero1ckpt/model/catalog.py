@@ -6,7 +6,7 @@ million rows as objects took 90 s to join, as columns they take milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,6 +56,10 @@ class Extents:
     @property
     def columns(self) -> tuple[IntColumn, ...]:
         return (self.param, self.slot, self.start, self.size, self.blob, self.at, self.nbytes)
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """Each slice as (param, slot, start, size, blob, at, nbytes)."""
+        return zip(*(column.tolist() for column in self.columns), strict=True)
 
     @classmethod
     def concatenate(cls, tables: Sequence[Extents]) -> Extents:
@@ -184,8 +188,7 @@ def fold_pieces(state: PartState, extents: Extents, cuts: IntColumn, crcs: Seque
         inside &= cuts[:-1] < (extents.at + extents.nbytes)[owner]
     pieces = np.flatnonzero(inside)
     rows = owner[pieces]
-    slot_bytes = np.array([slot.itemsize for slot in state.slots] or [1], np.int64)
-    end_in_tensor = extents.start[rows] * slot_bytes[extents.slot[rows]] + cuts[pieces + 1] - extents.at[rows]
+    end_in_tensor = extents.start[rows] * state.slot_bytes[extents.slot[rows]] + cuts[pieces + 1] - extents.at[rows]
     for piece, param, slot, end in zip(
         pieces.tolist(), extents.param[rows].tolist(), extents.slot[rows].tolist(), end_in_tensor.tolist(), strict=True
     ):
@@ -202,5 +205,6 @@ def digest_tensors(state: PartState, values: Mapping[tuple[int, int], int]) -> d
             if (param, slot) not in state.absent:
                 crc = values.get((param, slot), 0)
                 nbytes = state.tensor_nbytes(param, slot)
-                digests[param, slot] = tensor_digest(spec.name, kind.name, kind.dtype, spec.shape, crc, nbytes)
+                shape = state.shape_of(param, slot)
+                digests[param, slot] = tensor_digest(spec.name, kind.name, kind.dtype, shape, crc, nbytes)
     return digests

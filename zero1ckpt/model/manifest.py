@@ -24,6 +24,7 @@ __all__ = [
     "MANIFEST_NAME",
     "SCHEMA",
     "FileEntry",
+    "FormatOptions",
     "Manifest",
     "ModelTensor",
     "ParamEntry",
@@ -70,11 +71,13 @@ class ParamEntry(_Entry, frozen=True):
     expert: bool = False
     shared_embedding: bool = False
     scalars: dict[str, int | float | str | bool | None] = {}
+    shapes: dict[str, list[int]] = {}
 
 
 class SlotEntry(_Entry, frozen=True):
     name: str
     dtype: str
+    whole: bool = False
 
 
 class ScalarEntry(_Entry, frozen=True):
@@ -133,7 +136,8 @@ class PartManifest(_Entry, frozen=True):
         return None if self.layout is None else LayoutRules(**msgspec.structs.asdict(self.layout))
 
     def state(self) -> PartState:
-        slots = tuple(SlotSpec(s.name, s.dtype) for s in self.slots)
+        slots = tuple(SlotSpec(s.name, s.dtype, s.whole) for s in self.slots)
+        index = {slot.name: k for k, slot in enumerate(slots)}
         params = tuple(
             ParamSpec(p.name, tuple(p.shape), p.dtype, p.grad_dtype, p.group, p.expert, p.shared_embedding)
             for p in self.params
@@ -144,12 +148,25 @@ class PartManifest(_Entry, frozen=True):
         scalars = tuple(_scalars_of(p, self.scalars) for p in self.params) if self.scalars else ()
         entry = self.loss_scale
         scale = None if entry is None else LossScale(entry.scale, entry.finite_steps, entry.hysteresis_left)
-        return PartState(params, slots, self.step, tuple(self.groups), scalars, absent, scale)
+        shapes = {(i, index[s]): tuple(shape) for i, p in enumerate(self.params) for s, shape in p.shapes.items()}
+        return PartState(params, slots, self.step, tuple(self.groups), scalars, absent, scale, shapes)
 
     def tensor_digests(self) -> dict[tuple[int, int], int]:
         """Raises ``ValueError`` for text that is no digest."""
         index = {slot.name: k for k, slot in enumerate(self.slots)}
         return {(i, index[s]): parse_digest(d) for i, p in enumerate(self.params) for s, d in p.digests.items()}
+
+
+class FormatOptions(_Entry, frozen=True):
+    """What a format lets one choose besides dp and bucket size; None: does not apply, or the format's default.
+
+    ``shard_bytes``: size at which a new file is begun. ``chunk_bytes``: size of the smallest unit that is read.
+    ``compression``: name of a codec.
+    """
+
+    shard_bytes: int | None = None
+    chunk_bytes: int | None = None
+    compression: str | None = None
 
 
 class Manifest(_Entry, frozen=True):
@@ -166,6 +183,7 @@ class Manifest(_Entry, frozen=True):
     extra: Any = None
     model: list[ModelTensor] = []
     rank_extra: RankExtra | None = None
+    options: FormatOptions = FormatOptions()
 
     def file(self, path: str) -> FileEntry | None:
         return next((entry for entry in self.files if entry.path == path), None)
@@ -212,6 +230,7 @@ def make_part(
                 spec.expert,
                 spec.shared_embedding,
                 _own_scalars(state.scalars_of(i), common),
+                {s.name: list(state.shapes[i, k]) for k, s in enumerate(state.slots) if (i, k) in state.shapes},
             )
         )
     return PartManifest(
@@ -219,7 +238,7 @@ def make_part(
         state.step,
         merge_digests(rows),
         layout,
-        [SlotEntry(slot.name, slot.dtype) for slot in state.slots],
+        [SlotEntry(slot.name, slot.dtype, slot.whole) for slot in state.slots],
         [dict(group) for group in state.groups],
         params,
         list(common.values()),
@@ -240,6 +259,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     lines = [b"{"]
     for name in ("schema", "format", "container", "checksum", "piece_bytes", "digest", "extra", "rank_extra"):
         lines.append(b'"%s": %s,' % (name.encode(), json(getattr(manifest, name))))
+    if manifest.options != FormatOptions():
+        lines.append(b'"options": %s,' % json(manifest.options))
     lines.append(b'"model": [%s],' % _rows([json(entry) for entry in manifest.model]))
     lines.append(b'"parts": [%s],' % _rows([_encode_part(part) for part in manifest.parts]))
     lines.append(b'"files": [%s],' % _rows([json(entry) for entry in manifest.files]))
@@ -330,8 +351,8 @@ def _check_consistent(manifest: Manifest, file: object) -> None:
 
 
 def _check_part(part: PartManifest, refuse: Any) -> None:
-    dtypes = {row.dtype for row in [*part.slots, *part.scalars, *part.params]}
-    for dtype in sorted(dtypes | {param.grad_dtype for param in part.params}):
+    dtypes = {row.dtype for row in part.slots} | {row.dtype for row in part.scalars}
+    for dtype in sorted(dtypes | {name for param in part.params for name in (param.dtype, param.grad_dtype)}):
         itemsize(dtype)  # raises UnsupportedError
     slots = {slot.name for slot in part.slots}
     if len(slots) != len(part.slots):
@@ -340,12 +361,15 @@ def _check_part(part: PartManifest, refuse: Any) -> None:
         refuse("step is negative", found=part.step)
     if part.loss_scale is not None and not part.loss_scale.scale > 0:
         refuse("the loss scale is not positive", found=part.loss_scale.scale)
+    whole = {slot.name for slot in part.slots if slot.whole}
     names: set[str] = set()
     for param in part.params:
         if param.name in names:
             refuse("a param is listed twice", param.name)
         names.add(param.name)
-        if any(n < 0 for n in param.shape):
+        if param.shapes.keys() != whole & param.digests.keys():
+            refuse("its whole slots have no shape, or others have one", param.name, found=sorted(param.shapes))
+        if any(n < 0 for shape in (param.shape, *param.shapes.values()) for n in shape):
             refuse("a size is negative", param.name, found=param.shape)
         if not 0 <= param.group < len(part.groups):
             refuse("its group does not exist", param.name, found=param.group, expected=f"below {len(part.groups)}")
@@ -423,6 +447,7 @@ def new_manifest(
     extra: Any = None,
     model: Sequence[ModelTensor] = (),
     rank_extra: RankExtra | None = None,
+    options: FormatOptions,
 ) -> Manifest:
     """Manifest of this package's current schema; files are listed by path."""
     return Manifest(
@@ -437,4 +462,5 @@ def new_manifest(
         extra,
         list(model),
         rank_extra,
+        options,
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from ..core.layout import Layout
 from ..core.ranges import IntColumn
 from .catalog import Catalog
+from .manifest import FileEntry, FormatOptions
 from .state import PartState
 
-__all__ = ["BlobHeader", "Format", "Progress", "Sink", "Source", "Store"]
+__all__ = ["Area", "BlobWriter", "Format", "Progress", "Sink", "Source", "Store"]
 
 
 class Store(Protocol):
@@ -26,6 +28,16 @@ class Store(Protocol):
         """What error messages call ``key``."""
 
     def keys(self) -> list[str]: ...
+
+
+class Area(Protocol):
+    """A folder that blobs are written to. ``resumed``: it may hold blobs of an interrupted run of the same job."""
+
+    root: Path
+    resumed: bool
+
+    def path(self, key: str) -> Path:
+        """Where a file of the folder is written; its parents are made."""
 
 
 class Source(Protocol):
@@ -61,33 +73,63 @@ class Progress(Protocol):
     def advance(self, nbytes: int) -> None: ...
 
 
-class BlobHeader(Protocol):
-    """What a blob says of itself: where its payload begins, checksums of its header and of its payload's pieces."""
+class BlobWriter(Sink, Protocol):
+    """One blob while it is written, aside; several processes may write parts of the same one."""
 
-    @property
-    def payload(self) -> int: ...
-    @property
-    def crc(self) -> int: ...
-    @property
-    def pieces(self) -> Sequence[int]: ...
+    def sync(self) -> None:
+        """Makes durable what this process wrote, and lets go of the file."""
+
+    def seal(self, pieces: Sequence[int]) -> list[FileEntry]:
+        """Completes the blob with the checksums of all pieces, makes it durable and puts it under its name."""
+
+    def close(self) -> None:
+        """Lets go of the file; for a blob that will not be completed. May be called twice."""
 
 
 class Format(Protocol):
-    """How a part's state is laid out in blobs. A new one is one file in ``formats/`` and one line in ``registry``."""
+    """How a part's state is laid out in blobs of one container.
+
+    A new one is a file in ``formats/`` and a line in ``registry``; it gets the contract suite by registering.
+    """
 
     @property
     def name(self) -> str: ...
     @property
-    def containers(self) -> tuple[str, ...]: ...
+    def container(self) -> str: ...
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether the files depend on dp and bucket size; if not, the manifest states no layout."""
 
-    def plan(self, state: PartState, layout: Layout, part: str, prefix: str) -> Catalog:
+    @property
+    def shared_blobs(self) -> bool:
+        """Whether several ranks write parts of one blob; if not, blob ``r`` is written by rank ``r``."""
+
+    def normalize(self, options: FormatOptions) -> FormatOptions:
+        """The options that this format knows, with its defaults. Raises ``UsageError`` for values out of range."""
+
+    def plan(self, state: PartState, layout: Layout | None, part: str, prefix: str, options: FormatOptions) -> Catalog:
         """The catalog of a part as this format will hold it, below the folder ``prefix``. Pure."""
+
+    def blob_files(self, catalog: Catalog, blob: int) -> Sequence[str]:
+        """Paths of the files that a blob consists of. Pure."""
 
     def cuts(self, catalog: Catalog, blob: int) -> IntColumn:
         """Bounds of the checksummed pieces of a blob's payload. Pure."""
 
-    def header(self, catalog: Catalog, blob: int, pieces: Sequence[int]) -> bytes:
-        """All bytes before the payload; their number does not depend on the checksums. Pure."""
+    def stops(self, catalog: Catalog, blob: int) -> IntColumn:
+        """Bytes of a blob's payload that no write may cross (a chunk is written whole). Pure."""
 
-    def read_header(self, store: Store, catalog: Catalog, blob: int) -> BlobHeader:
-        """Reads a blob's header and checks it against the catalog; raises ``CorruptError`` or ``MissingError``."""
+    def source(self, store: Store, catalog: Catalog, files: Mapping[str, FileEntry]) -> Source:
+        """Payloads of a committed part; ``files`` are the manifest's, by path, and prove what is read."""
+
+    def create(self, area: Area, catalog: Catalog, blob: int) -> BlobWriter:
+        """Makes a blob of its final size. Raises ``OutputError``."""
+
+    def attach(self, area: Area, catalog: Catalog, blob: int) -> BlobWriter:
+        """Another process's blob, to write a part of it. Raises ``OutputError``."""
+
+    def adopt(self, area: Area, catalog: Catalog, blob: int) -> tuple[list[FileEntry], Sequence[int]] | None:
+        """Files and pieces of a blob that an interrupted run has completed, or None."""
+
+    def derived(self, catalog: Catalog) -> list[tuple[str, bytes]]:
+        """Files that follow from the catalog alone, such as an index: path and bytes. Pure."""

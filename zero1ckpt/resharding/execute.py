@@ -43,11 +43,12 @@ class Job:
     sink: Sink
     finish: Callable[[Job], None]
     pad: bool = True
-    crcs: list[int] = field(init=False)
+    crcs: dict[int, int] = field(init=False, default_factory=dict)
     remaining: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        self.crcs = [0] * (len(self.cuts) - 1)
+    def pieces(self) -> list[int]:
+        """The checksums of all pieces, once all windows are done."""
+        return [self.crcs.get(piece, 0) for piece in range(len(self.cuts) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,13 @@ class Copier:
     def windows(self, job: Job) -> Iterator[_Window]:
         """The windows of one blob, in order; an empty payload has one empty window."""
         bounds = window_bounds(job.payload, self.window_bytes, job.stops)
-        job.remaining = max(len(bounds) - 1, 1)
-        if len(bounds) == 1:
-            yield _Window(job, 0, 0, None)
-            return
         cut, first = cut_moves(job.moves, bounds) if job.moves is not None else (None, bounds)
-        for i, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        wanted = np.arange(len(bounds) - 1) if job.pad else np.flatnonzero(np.diff(first))
+        job.remaining = max(len(wanted), 1)
+        if not len(wanted):
+            yield _Window(job, 0, 0, None)
+        for i in wanted.tolist():
+            low, high = int(bounds[i]), int(bounds[i + 1])
             part = None if cut is None else cut.take(slice(int(first[i]), int(first[i + 1])))
             yield _Window(job, low, high - low, part)
 
@@ -148,7 +150,8 @@ class Copier:
         for (low, high), full in zip(_pairs(runs), inside.tolist(), strict=True):
             crcs.append(crc64(data[low - at : high - at]) if full else crc64_zeros(high - low))
         if self.checksum:
-            self._add(job, piece.tolist(), runs[1:].tolist(), crcs)
+            known = np.arange(len(crcs)) if job.pad else np.flatnonzero(inside)
+            self._add(job, piece[known].tolist(), runs[1:][known].tolist(), [crcs[i] for i in known.tolist()])
         if self.prover is not None:
             self._prove(self.prover, moves, runs, row, inside, crcs)
 
@@ -199,7 +202,7 @@ class Copier:
         moved = [shift(crc, n) if n else crc for crc, n in zip(crcs, following, strict=True)]
         with self._lock:
             for p, crc in zip(piece, moved, strict=True):
-                job.crcs[p] ^= crc
+                job.crcs[p] = job.crcs.get(p, 0) ^ crc
 
 
 def run_jobs(copier: Copier, jobs: Iterator[Job], workers: int) -> None:

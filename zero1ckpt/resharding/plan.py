@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from ..core.ranges import IntColumn
 from ..model.catalog import Catalog
 from ..model.state import PartState
 
-__all__ = ["Correspondence", "Moves", "correspond", "cut_moves", "plan_blob", "window_bounds"]
+__all__ = ["Correspondence", "Moves", "correspond", "cut_moves", "plan_blob", "plan_push", "window_bounds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,29 @@ def plan_blob(src: Catalog, dst: Catalog, match: Correspondence, blob: int) -> M
     item = wanted.nbytes[row] // wanted.size[row]
     moves = Moves(found.blob, found.at, wanted.at[row] + (found.start - wanted.start[row]) * item, found.nbytes)
     return moves.take(np.argsort(moves.dst_at, kind="stable"))
+
+
+def plan_push(src: Catalog, dst: Catalog, match: Correspondence, src_blob: int) -> Iterator[tuple[int, Moves]]:
+    """Where what one source blob holds lies in the destination: for each of its blobs, the copies into it. Pure."""
+    held = src.placement.extents(src_blob)
+    param, slot = _inverse(match.param, len(src.state.params)), _inverse(match.slot, len(src.state.slots))
+    wanted = np.flatnonzero((param[held.param] >= 0) & (slot[held.slot] >= 0))
+    held = held.take(wanted)
+    row, found = dst.placement.locate(param[held.param], slot[held.slot], held.start, held.size)
+    item = held.nbytes[row] // held.size[row]
+    at = held.at[row] + (found.start - held.start[row]) * item
+    moves = Moves(np.full(len(row), src_blob), at, found.at, found.nbytes)
+    for blob in np.unique(found.blob).tolist():
+        mine = moves.take(np.flatnonzero(found.blob == blob))
+        yield blob, mine.take(np.argsort(mine.dst_at, kind="stable"))
+
+
+def _inverse(index: IntColumn, size: int) -> IntColumn:
+    """Place of each of ``size`` numbers in ``index``; -1 for those that are not in it."""
+    places = np.full(size, -1, np.int64)
+    known = np.flatnonzero(index >= 0)
+    places[index[known]] = known
+    return places
 
 
 def _check_coverage(

@@ -70,9 +70,7 @@ class LocalStore:
                 handle.release()
             self._open.clear()
 
-    def __del__(
-        self,
-    ) -> None:  # a checkpoint that is dropped must not keep descriptors: verify and load are called often
+    def __del__(self) -> None:  # dropped checkpoints keep no descriptors: verify and load are called often
         self.close()
 
     def _fill(self, fd: int, key: str, offset: int, buffers: list[memoryview]) -> int:
@@ -164,16 +162,19 @@ def writing(path: object) -> Iterator[None]:
 class OutputFile:
     """A file of known size that is written in windows, in any order, by several threads, and then made durable.
 
-    Space is reserved at once, so that a full disk is found before a byte is copied.
+    Space is reserved at once, so that a full disk is found before a byte is copied. With ``create=False`` it is another
+    process's file, of which this one writes a part.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, *, create: bool = True) -> None:
         self.path = path
         self._fd = -1
         with writing(path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
+            self._fd = os.open(path, flags, 0o666)
             try:
-                _reserve(self._fd, nbytes)
+                if create:
+                    _reserve(self._fd, nbytes)
             except OSError:
                 self.close()
                 raise

@@ -25,18 +25,18 @@ from ..core.digest import crc64
 from ..core.errors import CorruptError, MissingError, UnsupportedError, UsageError, Zero1CkptError
 from ..encodings.tensor_file import check_tensor_file, read_tensor
 from ..model.catalog import Catalog
+from ..model.manifest import FormatOptions
 from ..model.state import MAIN_PARAM, PartState, Scalar, SlotSpec
 from ..model.values import decode_value
 from ..resharding.execute import Copier, Job, run_jobs
 from ..resharding.plan import correspond, plan_blob
 from ..resharding.prove import Prover
 from .model_tensors import check_model_tensors, restore_model_tensors
-from .saving import VALUE_KEY, live_blobs
+from .saving import IMAGE, VALUE_KEY, live_blobs
 from .together import on_first_rank, together
 
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
-    from ..model.protocols import Format
 
 __all__ = ["LoadOptions", "LoadPlan", "execute_load", "prepare_load"]
 
@@ -109,7 +109,7 @@ def _plan(optimizer: Engine, stored: Stored, options: LoadOptions, model: nn.Mod
     _check_names(src.state, optimizer, options, stored)
     _check_loss_scale(src.state, optimizer, options, stored)
     slots = _wanted_slots(src.state, optimizer, options, stored)
-    dst = _live(optimizer, src, slots, stored.format)
+    dst = _live(optimizer, src, slots)
     state = dst.state
     correspond(src.state, state)
     absent = frozenset((param, state.slots[slot].name) for param, slot in state.absent)
@@ -232,7 +232,7 @@ def _check_state(
         raise error.at(stored.path) from error
 
 
-def _live(optimizer: Engine, src: Catalog, slots: tuple[SlotSpec, ...], format: Format) -> Catalog:
+def _live(optimizer: Engine, src: Catalog, slots: tuple[SlotSpec, ...]) -> Catalog:
     """The optimizer as the catalog that is loaded into. What the file has no value for is absent: not written to."""
     state = src.state
     absent = set()
@@ -242,7 +242,7 @@ def _live(optimizer: Engine, src: Catalog, slots: tuple[SlotSpec, ...], format: 
             if there is None or (there, state.slot_index[slot.name]) in state.absent:
                 absent.add((i, k))
     live = PartState(optimizer.param_specs, slots, state.step, ({},), (), frozenset(absent))
-    return format.plan(live, optimizer.layout, src.part, "")
+    return IMAGE.plan(live, optimizer.layout, src.part, "", FormatOptions())
 
 
 def _scalars(src: PartState, name: str) -> Mapping[str, Scalar]:

@@ -1,16 +1,16 @@
 """Saving from the ranks of a run: each writes what it owns, rank 0 publishes. No tensor byte is sent.
 
 Messages of a save: rank 0 tells that the folder is there, every rank reports the checksums of its fragments (the one
-barrier), rank 0 tells how it ended.
+barrier), rank 0 tells how it ended. Where ranks write into the same files, each first tells what it has.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from torch import nn
 from ..api.commit import (
     check_overwrite,
     check_space,
-    encode_manifest_of,
     group_values,
-    part_manifest,
     prepare_extra,
     window_bytes,
     write_extra,
@@ -30,26 +28,29 @@ from ..api.stored import MODEL_FILE, part_prefix, rank_extra_file
 from ..api.writing import canonical_slots
 from ..core.digest import crc64, format_digest, tensor_digest
 from ..core.errors import UsageError, Zero1CkptError
-from ..core.layout import LayoutRules, layout_params
 from ..encodings.tensor_file import TensorData, write_tensor_file
 from ..engine.control import ControlPlane
 from ..engine.shard_blobs import ShardBlobs
-from ..model.catalog import Catalog
-from ..model.manifest import FileEntry, ModelTensor, PartManifest, RankExtra
+from ..formats.bucket_shards import BucketShards
+from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, ModelTensor
 from ..model.protocols import Format
-from ..model.state import PartState, Scalar, SlotSpec
+from ..model.state import PartState, SlotSpec
 from ..model.values import Json
-from ..registry import DEFAULT_FORMAT, find_container, find_format
-from ..resharding.files import BlobReport, PartCopy, copy_part
+from ..registry import DEFAULT_FORMAT, find_format
+from ..resharding.copying import PartCopy, copy_part, push_part
+from ..resharding.plan import correspond
 from ..storage.staging import Area, Staging, staged
+from .merging import Absent, PartHeader, RankReport, Written, make_shared_blobs, merge_reports
 from .model_tensors import collect_model_tensors
 from .together import as_report, together
 
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["SaveHandle", "check_whole", "save"]
+__all__ = ["IMAGE", "VALUE_KEY", "SaveHandle", "SaveRequest", "check_whole", "live_blobs", "save"]
 
+IMAGE = BucketShards()
+"""A live optimizer's shards lie as a rank's payload of this format does, whatever it is saved as."""
 VALUE_KEY = "zero1ckpt.value"
 """Metadata key under which a rank-bound file holds its value, as JSON."""
 
@@ -67,34 +68,13 @@ class SaveHandle:
         return True
 
 
-class _Header(NamedTuple):
-    """What a rank says of its part of one optimizer, besides the checksums. Only rank 0 of a part describes it."""
-
-    rank: int
-    dp_size: int
-    step: int
-    rules: LayoutRules
-    state: PartState | None
-    scalars: Mapping[int, Mapping[str, Scalar]]
-    absent: frozenset[tuple[int, str]]
-
-
-class _Report(NamedTuple):
-    """All that a rank tells rank 0. ``error`` is the line of what went wrong there."""
-
-    error: Zero1CkptError | None
-    parts: Mapping[str, tuple[_Header, BlobReport]]
-    files: Sequence[FileEntry]
-    extra_digest: int | None
-
-
 @dataclass(frozen=True)
-class _Request:
+class SaveRequest:
     """The arguments of a save, checked and encoded."""
 
     path: Path
     format: Format
-    container: str
+    options: FormatOptions
     optimizers: Mapping[str, Engine]
     extra: Json
     extra_tensors: Sequence[TensorData]
@@ -114,6 +94,7 @@ def save(
     extra: Any = None,
     rank_extra: Any = None,
     model: nn.Module | None = None,
+    options: FormatOptions | None = None,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
@@ -132,10 +113,11 @@ def save(
     control = ControlPlane(group) if process_group is not None else next(iter(optimizers.values())).control
     first = control.rank == 0
 
-    def read() -> _Request:
+    def read() -> SaveRequest:
         for optimizer in optimizers.values():
             check_whole(optimizer)
-        return _request(path, optimizers, format, container, extra, rank_extra, model, overwrite, first=first)
+        given = options or FormatOptions()
+        return _request(path, optimizers, format, container, given, extra, rank_extra, model, overwrite, first=first)
 
     return SaveHandle(_save(together(control, "arguments of save", read), control))
 
@@ -154,25 +136,25 @@ def _request(
     optimizers: Mapping[str, Engine],
     format: str,
     container: str | None,
+    options: FormatOptions,
     extra: Any,
     rank_extra: Any,
     model: nn.Module | None,
     overwrite: bool,
     *,
     first: bool,
-) -> _Request:
-    plugin = find_format(format)
-    kind = find_container(plugin, container)
+) -> SaveRequest:
+    plugin = find_format(format, container)
     if rank_extra is not None and isinstance(extra, Mapping) and "rank_extra" in extra:
         raise UsageError("extra has a key rank_extra, under which load returns what is passed as rank_extra=")
     json, tensors = prepare_extra(extra)
     rank_json, rank_tensors = prepare_extra(rank_extra, "rank_extra")
     stored = collect_model_tensors(model, optimizers.values()) if model is not None else []
     rows = [(_model_entry(kind, data), data) for kind, data in stored] if first else []
-    return _Request(
+    return SaveRequest(
         Path(path).resolve(),
         plugin,
-        kind,
+        plugin.normalize(options),
         dict(optimizers),
         json,
         tensors,
@@ -190,10 +172,11 @@ def _model_entry(kind: str, data: TensorData) -> ModelTensor:
     return ModelTensor(name, kind, dtype, list(shape), format_digest(digest))
 
 
-def _save(request: _Request, control: ControlPlane) -> Path:
+def _save(request: SaveRequest, control: ControlPlane) -> Path:
+    headers = _exchange_headers(request, control)
     if control.rank:
-        root = _agreed(control, None, "the folder of a save")
-        report, raised = _write(request, Area(Path(root)), control)
+        root, absent = _agreed(control, None, "the folder of a save")
+        report, raised = _write(request, Area(Path(root)), control, absent)
         control.gather(report, "the reports of a save")
         try:
             _agreed(control, None, "the end of a save")
@@ -202,15 +185,15 @@ def _save(request: _Request, control: ControlPlane) -> Path:
                 raise raised from None
             raise
         return request.path
-    staging = _open_staging(request, control)
+    staging, absent = _open_staging(request, control, headers)
     with staged(staging):
-        report, raised = _write(request, staging, control)
+        report, raised = _write(request, staging, control, absent)
         reports = control.gather(report, "the reports of a save")  # where this raises, there is no one to tell
         assert reports is not None
         try:
             if raised is not None:
                 raise raised
-            staging.publish("manifest.json", _manifest(request, reports))
+            staging.publish(MANIFEST_NAME, merge_reports(request, staging, reports))
         except BaseException as error:
             _tell(control, error, "the end of a save")
             raise
@@ -218,17 +201,31 @@ def _save(request: _Request, control: ControlPlane) -> Path:
     return request.path
 
 
-def _open_staging(request: _Request, control: ControlPlane) -> Staging:
-    """Rank 0 makes the folder, or all ranks raise."""
+def _exchange_headers(request: SaveRequest, control: ControlPlane) -> list[dict[str, PartHeader]] | None:
+    """Where ranks write into the same blobs, rank 0 must know all parts before these can be made."""
+    if not request.format.shared_blobs:
+        return None
+    mine = {part: part_header(optimizer) for part, optimizer in request.optimizers.items()}
+    return control.gather(mine, "the headers of a save")
+
+
+def _open_staging(
+    request: SaveRequest, control: ControlPlane, headers: list[dict[str, PartHeader]] | None
+) -> tuple[Staging, Absent]:
+    """Rank 0 makes the folder, and blobs that ranks share; or all ranks raise."""
+    staging = None
     try:
         check_overwrite(request.path, request.overwrite)
         check_space(request.path, sum(_payload_bytes(o) for o in request.optimizers.values()))
         staging = Staging(request.path, {"command": "save"}, overwrite=request.overwrite)
+        absent = make_shared_blobs(request, staging, headers or [])
     except BaseException as error:
+        if staging is not None:
+            staging.abandon()
         _tell(control, error, "the folder of a save")
         raise
-    control.broadcast((None, str(staging.root)), "the folder of a save")
-    return staging
+    control.broadcast((None, (str(staging.root), absent)), "the folder of a save")
+    return staging, absent
 
 
 def _payload_bytes(optimizer: Engine) -> int:
@@ -250,16 +247,19 @@ def _agreed(control: ControlPlane, value: Any, what: str) -> Any:
     return told
 
 
-def _write(request: _Request, area: Area, control: ControlPlane) -> tuple[_Report, BaseException | None]:
+def _write(
+    request: SaveRequest, area: Area, control: ControlPlane, absent: Absent
+) -> tuple[RankReport, BaseException | None]:
     """This rank's files; an error becomes part of the report, so that no rank waits for another in vain.
 
     Whatever it is: a rank that left here, interrupted or out of memory, would keep the others waiting.
     """
-    parts: dict[str, tuple[_Header, BlobReport]] = {}
+    parts: dict[str, tuple[PartHeader, Written]] = {}
     files: list[FileEntry] = []
     try:
         for part, optimizer in request.optimizers.items():
-            parts[part] = _write_part(request, area, part, optimizer)
+            written = _write_part(request, area, part, optimizer, absent.get(part))
+            parts[part] = (part_header(optimizer), written)
         if request.has_rank_extra:
             files.append(_write_rank_extra(request, area, control))
         if control.rank == 0:
@@ -267,40 +267,50 @@ def _write(request: _Request, area: Area, control: ControlPlane) -> tuple[_Repor
             files += write_extra(area, [*tensors, *request.extra_tensors])
             if request.model:
                 files.append(write_tensor_file(area.path(MODEL_FILE), MODEL_FILE, [data for _, data in request.model]))
-        return _Report(None, parts, files, _extra_digest(request)), None
+        return RankReport(None, parts, files, _extra_digest(request)), None
     except BaseException as error:
-        return _Report(as_report(error), {}, [], None), error
+        return RankReport(as_report(error), {}, [], None), error
 
 
-def _write_part(request: _Request, area: Area, part: str, optimizer: Engine) -> tuple[_Header, BlobReport]:
-    catalog, source = live_catalog(optimizer, request.format, part)
-    copy = PartCopy(catalog, source, catalog, request.format, None)
-    reports = copy_part(copy, area, [optimizer.rank], workers=1, window_bytes=window_bytes(None, 1), prove=False)
-    header = _Header(
+def _write_part(
+    request: SaveRequest, area: Area, part: str, optimizer: Engine, absent: frozenset[tuple[int, int]] | None
+) -> Written:
+    state = live_state(optimizer, absent)
+    image = IMAGE.plan(state, optimizer.layout, part, "", FormatOptions())
+    planned = request.format.plan(state, optimizer.layout, part, part_prefix(part), request.options)
+    same = type(planned.placement) is type(image.placement)
+    match = None if same else correspond(state, state)
+    copy = PartCopy(image, live_blobs(optimizer, state.slots), planned, request.format, match)
+    window = window_bytes(None, 1)
+    if request.format.shared_blobs:
+        return push_part(copy, area, optimizer.rank, window_bytes=window)
+    return copy_part(copy, area, [optimizer.rank], workers=1, window_bytes=window, prove=False)[0]
+
+
+def live_state(optimizer: Engine, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
+    """What this rank knows of the optimizer: all but scalars, and absence only of what it owns a part of.
+
+    ``absent``: (param, slot) of all ranks, where they have told each other.
+    """
+    slots = canonical_slots({slot.name: slot.dtype for slot in optimizer.slot_specs()})
+    if absent is None:
+        index = {slot.name: k for k, slot in enumerate(slots)}
+        absent = frozenset((param, index[slot]) for param, slot in optimizer.local_absent())
+    groups, _ = group_values(optimizer.group_values(), "")
+    scale = optimizer.scaler.state()
+    return PartState(optimizer.param_specs, slots, optimizer.applied_steps, groups, (), absent, scale)
+
+
+def part_header(optimizer: Engine) -> PartHeader:
+    return PartHeader(
         optimizer.rank,
         optimizer.dp_size,
         optimizer.applied_steps,
         optimizer.layout.rules,
-        None if optimizer.rank else catalog.state,
+        None if optimizer.rank else live_state(optimizer),
         optimizer.local_scalars(),
         frozenset(optimizer.local_absent()),
     )
-    return header, reports[0]
-
-
-def live_catalog(optimizer: Engine, format: Format, part: str) -> tuple[Catalog, ShardBlobs]:
-    """The live optimizer as a checkpoint in ``format``'s image: this rank's blob is its tensors.
-
-    Scalars are left out, and of absent tensors only those that this rank owns a part of are known.
-    """
-    slots = canonical_slots({slot.name: slot.dtype for slot in optimizer.slot_specs()})
-    index = {slot.name: k for k, slot in enumerate(slots)}
-    absent = frozenset((param, index[slot]) for param, slot in optimizer.local_absent())
-    groups, _ = group_values(optimizer.group_values(), "")
-    scale = optimizer.scaler.state()
-    state = PartState(optimizer.param_specs, slots, optimizer.applied_steps, groups, (), absent, scale)
-    catalog = format.plan(state, optimizer.layout, part, part_prefix(part))
-    return catalog, live_blobs(optimizer, slots)
 
 
 def live_blobs(optimizer: Engine, slots: Sequence[SlotSpec]) -> ShardBlobs:
@@ -314,98 +324,14 @@ def live_blobs(optimizer: Engine, slots: Sequence[SlotSpec]) -> ShardBlobs:
     return ShardBlobs(optimizer.rank, tensors)
 
 
-def _write_rank_extra(request: _Request, area: Area, control: ControlPlane) -> FileEntry:
+def _write_rank_extra(request: SaveRequest, area: Area, control: ControlPlane) -> FileEntry:
     key = rank_extra_file(control.rank, control.size)
     value = msgspec.json.encode(request.rank_value).decode()
     return write_tensor_file(area.path(key), key, request.rank_tensors, {VALUE_KEY: value})
 
 
-def _extra_digest(request: _Request) -> int | None:
+def _extra_digest(request: SaveRequest) -> int | None:
     if request.extra is None:
         return None
     rows = [(name, dtype, shape, crc64(view)) for name, dtype, shape, view in request.extra_tensors]
     return crc64(repr((request.extra, rows)).encode())
-
-
-# ----------------------------------------------------------------------------------------------------- rank 0's side
-
-
-def _manifest(request: _Request, reports: Sequence[_Report]) -> bytes:
-    """The manifest from all ranks' reports; raises the first error that one of them holds."""
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise type(report.error)(f"rank {rank}: {report.error}" if rank else str(report.error))
-    _check_extra(request, reports)
-    names = list(dict.fromkeys(part for report in reports for part in report.parts))
-    parts, files = [], []
-    for name in names:
-        mine = [report.parts[name] for report in reports if name in report.parts]
-        parts.append(_merge(request.format, name, mine))
-        files += [blob.file for _, blob in mine]
-    files += [entry for report in reports for entry in report.files]
-    return encode_manifest_of(
-        request.format.name,
-        request.container,
-        parts,
-        files,
-        extra=request.extra,
-        model=[entry for entry, _ in request.model],
-        rank_extra=RankExtra(len(reports)) if request.has_rank_extra else None,
-    )
-
-
-def _check_extra(request: _Request, reports: Sequence[_Report]) -> None:
-    for rank, report in enumerate(reports):
-        if report.extra_digest not in (None, reports[0].extra_digest):
-            raise UsageError(
-                f"extra of rank {rank} differs from that of rank 0, and is stored once",
-                hint="pass what belongs to a rank as rank_extra",
-            )
-    saved = sum(any(entry.path.startswith("rank_extra-") for entry in report.files) for report in reports)
-    if saved not in (0, len(reports)):
-        raise UsageError("rank_extra was not given by all ranks", found=f"{saved} ranks", expected=f"{len(reports)}")
-
-
-def _merge(format: Format, name: str, ranks: Sequence[tuple[_Header, BlobReport]]) -> PartManifest:
-    """One part's manifest. Checks that every rank of its group has reported once, and that all agree."""
-    headers = sorted((header for header, _ in ranks), key=lambda header: header.rank)
-    first = headers[0]
-    if [header.rank for header in headers] != list(range(first.dp_size)):
-        raise UsageError(
-            f"part {name!r} was not saved by each rank of its group once",
-            found=f"ranks {[header.rank for header in headers]}",
-            expected=f"0 to {first.dp_size - 1}",
-            hint="give every data-parallel group a part of its own",
-        )
-    for header in headers:
-        if header.step != first.step:
-            raise UsageError(
-                f"part {name!r}: rank {header.rank} has applied another number of steps than rank 0",
-                found=header.step,
-                expected=first.step,
-            )
-    described = first.state
-    assert described is not None
-    slots = {slot.name: k for k, slot in enumerate(described.slots)}
-    absent = frozenset((param, slots[slot]) for header in headers for param, slot in header.absent)
-    state = replace(described, absent=absent, scalars=_merge_scalars(described, headers))
-    planned = format.plan(state, layout_params(state.params, first.rules), name, part_prefix(name))
-    return part_manifest(planned, [report for _, report in ranks])
-
-
-def _merge_scalars(state: PartState, headers: Sequence[_Header]) -> tuple[Mapping[str, Scalar], ...]:
-    """Scalars of all params; a param that several ranks own parts of must have the same on each."""
-    merged: dict[int, tuple[int, Mapping[str, Scalar]]] = {}
-    for header in headers:
-        for param, own in header.scalars.items():
-            rank, known = merged.setdefault(param, (header.rank, own))
-            if repr(sorted(own.items())) != repr(sorted(known.items())):
-                raise UsageError(
-                    f"scalar state differs between rank {rank} and rank {header.rank}",
-                    param=state.params[param].name,
-                    found=dict(own),
-                    expected=dict(known),
-                )
-    if not any(own for _, own in merged.values()):
-        return ()
-    return tuple(merged[i][1] if i in merged else {} for i in range(len(state.params)))

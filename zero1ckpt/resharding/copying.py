@@ -1,0 +1,147 @@
+"""Copies one part of a checkpoint: whole blobs (pull), or a rank's share of blobs that ranks write together (push)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from ..model.catalog import Catalog, fold_pieces
+from ..model.manifest import FileEntry
+from ..model.protocols import Area, BlobWriter, Format, Progress, Source
+from .execute import Copier, Job, run_jobs
+from .plan import Correspondence, plan_blob, plan_push
+from .prove import Prover
+
+__all__ = ["BlobReport", "PartCopy", "copy_part", "push_part", "seal_blobs"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlobReport:
+    """What was written of one blob: its files, and what it adds to the value checksum of each (param, slot)."""
+
+    files: Sequence[FileEntry]
+    values: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True)
+class PartCopy:
+    """One part's copy, from a source to a planned catalog. ``match`` None: the source is the destination's image."""
+
+    src: Catalog
+    source: Source
+    dst: Catalog
+    format: Format
+    match: Correspondence | None
+
+
+@dataclass
+class _Reports:
+    """Reports of blobs as they are completed, by several threads."""
+
+    part: PartCopy
+    done: dict[int, BlobReport] = field(default_factory=dict)
+
+    def add(self, blob: int, files: Sequence[FileEntry], pieces: Sequence[int]) -> None:
+        self.done[blob] = _report(self.part.dst, self.part.format, blob, files, pieces)
+
+
+def copy_part(
+    part: PartCopy,
+    area: Area,
+    blobs: Iterable[int],
+    *,
+    workers: int,
+    window_bytes: int,
+    prove: bool,
+    progress: Progress | None = None,
+) -> list[BlobReport]:
+    """Writes whole blobs of one part into an area and reports each, in the order of ``blobs``.
+
+    Blobs that a resumed area holds already are taken over. Raises ``CorruptError``, ``OutputError``.
+    """
+    reports = _Reports(part)
+    prover = Prover(part.src, part.source) if prove else None
+    copier = Copier(part.source, prover, window_bytes, progress=progress)
+    wanted = list(blobs)
+
+    def jobs() -> Iterator[Job]:
+        for blob in wanted:
+            done = part.format.adopt(area, part.dst, blob) if area.resumed else None
+            if done is None:
+                yield _job(part, area, blob, reports)
+            else:
+                reports.add(blob, *done)
+                if progress is not None:
+                    progress.advance(part.dst.placement.payload_nbytes(blob))
+
+    run_jobs(copier, jobs(), workers)
+    return [reports.done[blob] for blob in wanted]
+
+
+def _job(part: PartCopy, area: Area, blob: int, reports: _Reports) -> Job:
+    placement = part.dst.placement
+    moves = None if part.match is None else plan_blob(part.src, part.dst, part.match, blob)
+    cuts = part.format.cuts(part.dst, blob)
+    stops = part.format.stops(part.dst, blob)
+    if moves is None:
+        stops = np.union1d(stops, part.source.segments(blob))
+    writer = part.format.create(area, part.dst, blob)
+
+    def finish(job: Job) -> None:
+        pieces = job.pieces()
+        reports.add(blob, writer.seal(pieces), pieces)
+
+    return Job(blob, placement.payload_nbytes(blob), moves, cuts, stops, writer, finish)
+
+
+def push_part(
+    part: PartCopy, area: Area, src_blob: int, *, window_bytes: int, progress: Progress | None = None
+) -> dict[int, dict[int, int]]:
+    """Writes what one source blob holds into the blobs of the destination, which exist, and makes it durable.
+
+    Returns, by destination blob, what was added to the checksum of each of its pieces. Raises ``OutputError``.
+    """
+    assert part.match is not None
+    added: dict[int, dict[int, int]] = {}
+
+    def jobs() -> Iterator[Job]:
+        assert part.match is not None
+        for blob, moves in plan_push(part.src, part.dst, part.match, src_blob):
+            writer = part.format.attach(area, part.dst, blob)
+            finish = partial(_keep, writer, added)
+            payload = part.dst.placement.payload_nbytes(blob)
+            cuts, stops = part.format.cuts(part.dst, blob), part.format.stops(part.dst, blob)
+            yield Job(blob, payload, moves, cuts, stops, writer, finish, pad=False)
+
+    run_jobs(Copier(part.source, None, window_bytes, progress=progress), jobs(), 1)
+    return added
+
+
+def _keep(writer: BlobWriter, added: dict[int, dict[int, int]], job: Job) -> None:
+    writer.sync()
+    added[job.blob] = job.crcs
+
+
+def seal_blobs(
+    format: Format, catalog: Catalog, area: Area, added: Sequence[Mapping[int, Mapping[int, int]]]
+) -> list[BlobReport]:
+    """Completes blobs that several processes have written, from what each added to the pieces' checksums."""
+    reports = []
+    for blob in range(catalog.placement.blob_count):
+        pieces = [0] * (len(format.cuts(catalog, blob)) - 1)
+        for share in added:
+            for piece, crc in share.get(blob, {}).items():
+                pieces[piece] ^= crc
+        files = format.attach(area, catalog, blob).seal(pieces)
+        reports.append(_report(catalog, format, blob, files, pieces))
+    return reports
+
+
+def _report(
+    catalog: Catalog, format: Format, blob: int, files: Sequence[FileEntry], pieces: Sequence[int]
+) -> BlobReport:
+    extents, cuts = catalog.placement.extents(blob), format.cuts(catalog, blob)
+    return BlobReport(files, fold_pieces(catalog.state, extents, cuts, pieces))

@@ -1,0 +1,146 @@
+"""Rank 0's side of a save: from what the ranks tell to shared blobs and the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..api.commit import encode_manifest_of, part_manifest, write_derived
+from ..api.stored import part_prefix
+from ..core.errors import UsageError, Zero1CkptError
+from ..core.layout import LayoutRules, layout_params
+from ..model.catalog import Catalog
+from ..model.manifest import FileEntry, PartManifest, RankExtra
+from ..model.state import PartState, Scalar
+from ..resharding.copying import BlobReport, seal_blobs
+from ..storage.staging import Area
+
+if TYPE_CHECKING:
+    from .saving import SaveRequest
+
+__all__ = ["Absent", "PartHeader", "RankReport", "Written", "make_shared_blobs", "merge_reports"]
+
+Absent = dict[str, frozenset[tuple[int, int]]]
+"""(param index, slot index) of tensors without a value, by part."""
+Written = BlobReport | Mapping[int, Mapping[int, int]]
+"""What a rank wrote of a part: its own blob, or by shared blob what it added to the checksum of each piece."""
+
+
+class PartHeader(NamedTuple):
+    """What a rank says of its part of one optimizer, besides the checksums. Only rank 0 of a part describes it."""
+
+    rank: int
+    dp_size: int
+    step: int
+    rules: LayoutRules
+    state: PartState | None
+    scalars: Mapping[int, Mapping[str, Scalar]]
+    absent: frozenset[tuple[int, str]]
+
+
+class RankReport(NamedTuple):
+    """All that a rank tells rank 0. ``error`` is the line of what went wrong there."""
+
+    error: Zero1CkptError | None
+    parts: Mapping[str, tuple[PartHeader, Written]]
+    files: Sequence[FileEntry]
+    extra_digest: int | None
+
+
+def make_shared_blobs(request: SaveRequest, area: Area, headers: Sequence[Mapping[str, PartHeader]]) -> Absent:
+    """Makes the blobs that ranks write together, and tells which tensors are absent. Raises ``OutputError``."""
+    absent: Absent = {}
+    for name in dict.fromkeys(part for own in headers for part in own):
+        planned = _plan(request, name, [own[name] for own in headers if name in own])
+        absent[name] = planned.state.absent
+        for blob in range(planned.placement.blob_count):
+            request.format.create(area, planned, blob).close()
+    return absent
+
+
+def merge_reports(request: SaveRequest, area: Area, reports: Sequence[RankReport]) -> bytes:
+    """The manifest from all ranks' reports, shared blobs completed; raises the first error that one of them holds."""
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise type(report.error)(f"rank {rank}: {report.error}" if rank else str(report.error))
+    _check_extra(request, reports)
+    names = list(dict.fromkeys(part for report in reports for part in report.parts))
+    parts: list[PartManifest] = []
+    files: list[FileEntry] = []
+    for name in names:
+        mine = [report.parts[name] for report in reports if name in report.parts]
+        planned = _plan(request, name, [header for header, _ in mine])
+        blobs = [written for _, written in mine if isinstance(written, BlobReport)]
+        if request.format.shared_blobs:
+            added = [written for _, written in mine if not isinstance(written, BlobReport)]
+            blobs = seal_blobs(request.format, planned, area, added)
+        parts.append(part_manifest(planned, blobs))
+        files += [entry for blob in blobs for entry in blob.files] + write_derived(area, request.format, planned)
+    files += [entry for report in reports for entry in report.files]
+    return encode_manifest_of(
+        request.format,
+        parts,
+        files,
+        extra=request.extra,
+        model=[entry for entry, _ in request.model],
+        rank_extra=RankExtra(len(reports)) if request.has_rank_extra else None,
+        options=request.options,
+    )
+
+
+def _check_extra(request: SaveRequest, reports: Sequence[RankReport]) -> None:
+    for rank, report in enumerate(reports):
+        if report.extra_digest not in (None, reports[0].extra_digest):
+            raise UsageError(
+                f"extra of rank {rank} differs from that of rank 0, and is stored once",
+                hint="pass what belongs to a rank as rank_extra",
+            )
+    saved = sum(any(entry.path.startswith("rank_extra-") for entry in report.files) for report in reports)
+    if saved not in (0, len(reports)):
+        raise UsageError("rank_extra was not given by all ranks", found=f"{saved} ranks", expected=f"{len(reports)}")
+
+
+def _plan(request: SaveRequest, name: str, told: Sequence[PartHeader]) -> Catalog:
+    """One part as it will be stored. Checks that every rank of its group has told once, and that all agree."""
+    headers = sorted(told, key=lambda header: header.rank)
+    first = headers[0]
+    if [header.rank for header in headers] != list(range(first.dp_size)):
+        raise UsageError(
+            f"part {name!r} was not saved by each rank of its group once",
+            found=f"ranks {[header.rank for header in headers]}",
+            expected=f"0 to {first.dp_size - 1}",
+            hint="give every data-parallel group a part of its own",
+        )
+    for header in headers:
+        if header.step != first.step:
+            raise UsageError(
+                f"part {name!r}: rank {header.rank} has applied another number of steps than rank 0",
+                found=header.step,
+                expected=first.step,
+            )
+    described = first.state
+    assert described is not None
+    slots = {slot.name: k for k, slot in enumerate(described.slots)}
+    absent = frozenset((param, slots[slot]) for header in headers for param, slot in header.absent)
+    state = replace(described, absent=absent, scalars=_merge_scalars(described, headers))
+    layout = layout_params(state.params, first.rules)
+    return request.format.plan(state, layout, name, part_prefix(name), request.options)
+
+
+def _merge_scalars(state: PartState, headers: Sequence[PartHeader]) -> tuple[Mapping[str, Scalar], ...]:
+    """Scalars of all params; a param that several ranks own parts of must have the same on each."""
+    merged: dict[int, tuple[int, Mapping[str, Scalar]]] = {}
+    for header in headers:
+        for param, own in header.scalars.items():
+            rank, known = merged.setdefault(param, (header.rank, own))
+            if repr(sorted(own.items())) != repr(sorted(known.items())):
+                raise UsageError(
+                    f"scalar state differs between rank {rank} and rank {header.rank}",
+                    param=state.params[param].name,
+                    found=dict(own),
+                    expected=dict(known),
+                )
+    if not any(own for _, own in merged.values()):
+        return ()
+    return tuple(merged[i][1] if i in merged else {} for i in range(len(state.params)))
