@@ -104,10 +104,10 @@ def test_a_layout_of_another_dp_size_or_model():
     other = layout_params(again.param_specs, made.rules.with_dp(2))
     with pytest.raises(UsageError, match=r"another dp size.*dp size 2.*dp size 1"):
         make(params, layout=other)
-    with pytest.raises(UsageError, match="b: param has another place"):
+    with pytest.raises(UsageError, match="a: param has another place"):
         make(params[::-1], layout=made)
-    with pytest.raises(UsageError, match="b: param of the layout"):
-        make(params[:1], layout=made)
+    with pytest.raises(UsageError, match="a: param of the layout"):
+        make(params[1:], layout=made)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,9 @@ def choose_layout(given: Layout | None, options: EngineOptions, specs: Sequence[
     theirs = {name: place for buffer in given.buffers for name, place in buffer.param_index_map.items()}
     for buffer in made.buffers:
         for name, place in buffer.param_index_map.items():
-            if theirs.pop(name, None) != place:
-                raise UsageError("param has another place in the layout", param=name, expected=f"{place}")
+            there = theirs.pop(name, None)
+            if there != place:
+                raise UsageError("param has another place in the layout", param=name, found=there, expected=place)
     for name in theirs:
         raise UsageError("param of the layout is not trained", param=name)
     return made
