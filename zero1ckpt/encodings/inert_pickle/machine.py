@@ -1,9 +1,9 @@
 """The machine that opcodes act on: stack, marks, memo, and what a global or a call of one stands for.
 
 ``stack`` holds the values since the topmost mark and ``outer`` the stacks below each mark, so that an opcode cannot
-reach below a mark. Memory stays within 100 times the stream (250 for one of empty sets): each opcode makes at most one small object,
-every length is checked against the bytes that are there before anything is allocated, makers that copy are charged, and
-an object takes a state once. Time is linear for the same reasons.
+reach below a mark. Memory stays within 100 times the stream (250 for one of empty sets): each opcode makes at most one
+small object, every length is checked against the bytes that are there before anything is allocated, makers that copy
+are charged, and an object takes a state once. Time is linear for the same reasons.
 """
 
 from __future__ import annotations
