@@ -12,11 +12,17 @@ from .core.errors import Zero1CkptError
 if TYPE_CHECKING:
     from .api import Checkpoint, open, reshard, verify, write
     from .core.ranges import Range
+    from .engine.adamw import AdamW
+    from .engine.grad_scaler import DynamicScale
+    from .model.manifest import FormatOptions
     from .training import SaveHandle, Zero1Optimizer, save
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdamW",
     "Checkpoint",
+    "DynamicScale",
+    "FormatOptions",
     "Range",
     "SaveHandle",
     "Zero1CkptError",
@@ -28,7 +34,15 @@ __all__ = [
     "write",
 ]
 
-_HOMES = {"Range": "core.ranges", "Zero1Optimizer": "training", "save": "training", "SaveHandle": "training"}
+_HOMES = {
+    "AdamW": "engine.adamw",
+    "DynamicScale": "engine.grad_scaler",
+    "FormatOptions": "model.manifest",
+    "Range": "core.ranges",
+    "Zero1Optimizer": "training",
+    "save": "training",
+    "SaveHandle": "training",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from ..model.catalog import Catalog, Extents
 from ..model.manifest import FormatOptions
 from ..model.state import PartState
 from ..model.whole import whole_extents, whole_owners
+from .fully_reshardable import tensor_name
 from .payload_format import PayloadFormat
 
 __all__ = ["BucketShards", "ShardPlacement"]
@@ -85,7 +86,7 @@ class ShardPlacement:
                     entries.append(TensorEntry(name, slot.dtype, (numel,), *self.segment(b, k, s)))
         for p, s, _, _, _, at, nbytes in self._whole(blob).rows():
             slot = self.state.slots[s]
-            name = f"whole.{self.state.params[p].name}.{slot.name}"
+            name = f"whole.{tensor_name(self.state.params[p].name, slot.name)}"
             entries.append(TensorEntry(name, slot.dtype, self.state.shape_of(p, s), at, at + nbytes))
         return tuple(entries)
 

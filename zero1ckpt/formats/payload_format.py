@@ -16,6 +16,7 @@ from ..model.catalog import PIECE_BYTES, Catalog, piece_cuts
 from ..model.manifest import FileEntry, FormatOptions
 from ..model.protocols import Area, Store
 from ..model.state import PartState
+from ..storage.filesystem import is_local
 from ..storage.local import LocalStore
 
 __all__ = ["PayloadFormat"]
@@ -64,16 +65,17 @@ class PayloadFormat(ABC):
         return self._file(area, catalog, blob, create=True)
 
     def attach(self, area: Area, catalog: Catalog, blob: int) -> PayloadFile:
-        return self._file(area, catalog, blob, create=False)
+        return self._file(area, catalog, blob, create=False, whole_pages=not is_local(area.root))
 
-    def _file(self, area: Area, catalog: Catalog, blob: int, *, create: bool) -> PayloadFile:
+    def _file(self, area: Area, catalog: Catalog, blob: int, *, create: bool, whole_pages: bool = False) -> PayloadFile:
         key = catalog.placement.blob_key(blob)
         tensors = self.tensors(catalog, blob)
 
         def header(pieces: Sequence[int]) -> bytes:
             return build_header(tensors, pieces, PIECE_BYTES)
 
-        return PayloadFile(area.path(key), key, self.cuts(catalog, blob), header, create=create)
+        cuts = self.cuts(catalog, blob)
+        return PayloadFile(area.path(key), key, cuts, header, create=create, whole_pages=whole_pages)
 
     def adopt(self, area: Area, catalog: Catalog, blob: int) -> tuple[list[FileEntry], Sequence[int]] | None:
         key = catalog.placement.blob_key(blob)

@@ -76,11 +76,14 @@ class Progress(Protocol):
 class BlobWriter(Sink, Protocol):
     """One blob while it is written, aside; several processes may write parts of the same one."""
 
-    def sync(self) -> None:
-        """Makes durable what this process wrote, and lets go of the file."""
+    def sync(self) -> object:
+        """Makes durable what this process wrote, lets go of it, and returns what the sealing process must know."""
 
-    def seal(self, pieces: Sequence[int]) -> list[FileEntry]:
-        """Completes the blob with the checksums of all pieces, makes it durable and puts it under its name."""
+    def seal(self, pieces: Sequence[int], shares: Sequence[object] = ()) -> list[FileEntry]:
+        """Completes the blob with the checksums of all pieces, makes it durable and puts it under its name.
+
+        ``shares``: what ``sync`` returned in the processes that wrote parts of it.
+        """
 
     def close(self) -> None:
         """Lets go of the file; for a blob that will not be completed. May be called twice."""

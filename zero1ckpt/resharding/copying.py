@@ -15,7 +15,7 @@ from .execute import Copier, Job, run_jobs
 from .plan import Correspondence, plan_blob, plan_push
 from .prove import Prover
 
-__all__ = ["BlobReport", "PartCopy", "copy_part", "push_part", "seal_blobs"]
+__all__ = ["BlobReport", "PartCopy", "Share", "copy_part", "push_part", "seal_blobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,14 @@ class BlobReport:
 
     files: Sequence[FileEntry]
     values: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's share of a blob: what it added to the checksum of each piece, and what its writer has to tell."""
+
+    crcs: Mapping[int, int]
+    told: object
 
 
 @dataclass(frozen=True)
@@ -99,13 +107,13 @@ def _job(part: PartCopy, area: Area, blob: int, reports: _Reports) -> Job:
 
 def push_part(
     part: PartCopy, area: Area, src_blob: int, *, window_bytes: int, progress: Progress | None = None
-) -> dict[int, dict[int, int]]:
+) -> dict[int, Share]:
     """Writes what one source blob holds into the blobs of the destination, which exist, and makes it durable.
 
-    Returns, by destination blob, what was added to the checksum of each of its pieces. Raises ``OutputError``.
+    Returns this process's share by destination blob. Raises ``OutputError``.
     """
     assert part.match is not None
-    added: dict[int, dict[int, int]] = {}
+    added: dict[int, Share] = {}
 
     def jobs() -> Iterator[Job]:
         assert part.match is not None
@@ -120,22 +128,20 @@ def push_part(
     return added
 
 
-def _keep(writer: BlobWriter, added: dict[int, dict[int, int]], job: Job) -> None:
-    writer.sync()
-    added[job.blob] = job.crcs
+def _keep(writer: BlobWriter, added: dict[int, Share], job: Job) -> None:
+    added[job.blob] = Share(job.crcs, writer.sync())
 
 
-def seal_blobs(
-    format: Format, catalog: Catalog, area: Area, added: Sequence[Mapping[int, Mapping[int, int]]]
-) -> list[BlobReport]:
-    """Completes blobs that several processes have written, from what each added to the pieces' checksums."""
+def seal_blobs(format: Format, catalog: Catalog, area: Area, added: Sequence[Mapping[int, Share]]) -> list[BlobReport]:
+    """Completes blobs that several processes have written, from the share of each."""
     reports = []
     for blob in range(catalog.placement.blob_count):
         pieces = [0] * (len(format.cuts(catalog, blob)) - 1)
-        for share in added:
-            for piece, crc in share.get(blob, {}).items():
+        shares = [own[blob] for own in added if blob in own]
+        for share in shares:
+            for piece, crc in share.crcs.items():
                 pieces[piece] ^= crc
-        files = format.attach(area, catalog, blob).seal(pieces)
+        files = format.attach(area, catalog, blob).seal(pieces, [share.told for share in shares])
         reports.append(_report(catalog, format, blob, files, pieces))
     return reports
 

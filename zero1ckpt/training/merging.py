@@ -13,7 +13,7 @@ from ..core.layout import LayoutRules, layout_params
 from ..model.catalog import Catalog
 from ..model.manifest import FileEntry, PartManifest, RankExtra
 from ..model.state import PartState, Scalar
-from ..resharding.copying import BlobReport, seal_blobs
+from ..resharding.copying import BlobReport, Share, seal_blobs
 from ..storage.staging import Area
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ __all__ = ["Absent", "PartHeader", "RankReport", "Written", "make_shared_blobs",
 
 Absent = dict[str, frozenset[tuple[int, int]]]
 """(param index, slot index) of tensors without a value, by part."""
-Written = BlobReport | Mapping[int, Mapping[int, int]]
-"""What a rank wrote of a part: its own blob, or by shared blob what it added to the checksum of each piece."""
+Written = BlobReport | Mapping[int, Share]
+"""What a rank wrote of a part: its own blob, or its share of each shared one."""
 
 
 class PartHeader(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.zero1 import Zero1Optimizer as Engine
+from ..model.manifest import FormatOptions
 from ..registry import DEFAULT_FORMAT
 from .loading import LoadOptions, execute_load, prepare_load
 from .saving import SaveHandle, check_whole, save
@@ -35,6 +36,7 @@ class Zero1Optimizer(Engine):
         extra: Any = None,
         rank_extra: Any = None,
         model: nn.Module | None = None,
+        options: FormatOptions | None = None,
         overwrite: bool = False,
     ) -> SaveHandle:
         """Saves this optimizer; to be called by all ranks of its group. Sends no tensor byte.
@@ -42,7 +44,8 @@ class Zero1Optimizer(Engine):
         ``path``: a folder that does not exist or is empty; missing parents are made; nothing is there until all of it
         is. ``extra``: state that is the same on all ranks (JSON-able values and tensors), taken from rank 0.
         ``rank_extra``: state of this rank, such as its RNG's; given by all ranks or none. ``model``: stores its
-        persistent buffers and frozen params too, as they are on rank 0. ``overwrite``: replaces a checkpoint.
+        persistent buffers and frozen params too, as they are on rank 0. ``options``: of the format, such as the size of its
+        files. ``overwrite``: replaces a checkpoint.
 
         Raises, on every rank alike, ``UsageError`` for arguments, ``OutputError`` where nothing can be written.
         """
@@ -54,6 +57,7 @@ class Zero1Optimizer(Engine):
             extra=extra,
             rank_extra=rank_extra,
             model=model,
+            options=options,
             overwrite=overwrite,
         )
 

@@ -1,0 +1,61 @@
+"""Formats whose files are written by several ranks: each its own bytes, and never a page of another over a network."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import zero1ckpt
+import zero1ckpt.formats.payload_format as payload_format
+from tests.engine.harness import run_ranks
+from zero1ckpt.encodings.payload_file import PayloadFile
+
+
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 131), torch.nn.LayerNorm(131), torch.nn.Linear(131, 3))
+    optimizer = zero1ckpt.Zero1Optimizer(model, torch.optim.AdamW, lr=1e-2, bucket_size=300, foreach=False)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def save(rank, path, local, options):
+    """Bytes of tensors that this rank has sent, and the (offset, bytes) of its writes."""
+    payload_format.is_local = lambda folder: local
+    sent = []
+    writes = []
+    sync, write = PayloadFile.sync, PayloadFile.write
+
+    def counted_sync(self):
+        edges = sync(self)
+        sent.extend(len(edge) for _, edge in edges)
+        return edges
+
+    def counted_write(self, blob, at, data):
+        writes.append((self.key, at, data.nbytes))
+        write(self, blob, at, data)
+
+    PayloadFile.sync, PayloadFile.write = counted_sync, counted_write
+    trained().save(path, format="fully_reshardable", options=options)
+    return sum(sent), writes
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard_bytes", [10**9, 4000], ids=["one file", "many files"])
+def test_ranks_write_their_own_bytes_and_share_pages_only_locally(tmp_path, shard_bytes):
+    options = zero1ckpt.FormatOptions(shard_bytes=shard_bytes)
+    local = run_ranks(3, save, str(tmp_path / "local"), True, options)
+    shared = run_ranks(3, save, str(tmp_path / "shared"), False, options)
+    assert [sent for sent, _ in local] == [0, 0, 0]
+    spans = sorted((key, at, size) for _, writes in local for key, at, size in writes)
+    total = sum(size for *_, size in spans)
+    assert total == 3 * 4 * sum(p.numel() for p in trained().param_groups[0]["params"])
+    for (key, at, size), (other, begin, _) in pairwise(spans):
+        assert key != other or at + size <= begin  # every byte has one writer
+    assert all(0 < sent < total for sent, _ in shared)
+    names = sorted(path.name for path in (tmp_path / "local").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "shared").iterdir())
+    for name in names:
+        assert (tmp_path / "local" / name).read_bytes() == (tmp_path / "shared" / name).read_bytes()
+    assert zero1ckpt.verify(tmp_path / "shared", deep=True)
