@@ -44,8 +44,8 @@ class Zero1Optimizer(Engine):
         ``path``: a folder that does not exist or is empty; missing parents are made; nothing is there until all of it
         is. ``extra``: state that is the same on all ranks (JSON-able values and tensors), taken from rank 0.
         ``rank_extra``: state of this rank, such as its RNG's; given by all ranks or none. ``model``: stores its
-        persistent buffers and frozen params too, as they are on rank 0. ``options``: of the format, such as the size of its
-        files. ``overwrite``: replaces a checkpoint.
+        persistent buffers and frozen params too, as they are on rank 0. ``options``: of the format, such as
+        the size of its files. ``overwrite``: replaces a checkpoint.
 
         Raises, on every rank alike, ``UsageError`` for arguments, ``OutputError`` where nothing can be written.
         """
