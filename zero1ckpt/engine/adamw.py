@@ -96,10 +96,11 @@ class AdamW(torch.optim.Optimizer):
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         for index, (param, group) in zip(saved, params, strict=True):
             given = state_dict["state"].get(index, {})
-            for moment, key in _MOMENTS.items():
-                if moment in given:
-                    _check_dtype(moment, given[moment].dtype, group[key] or param.dtype)
-                    self.state[param][moment] = given[moment].detach().clone().to(param.device)
+            for slot, value in given.items():
+                if slot in _MOMENTS:
+                    _check_dtype(slot, value.dtype, group[_MOMENTS[slot]] or param.dtype)
+                device = param.device if slot in _MOMENTS else value.device
+                self.state[param][slot] = value.detach().clone().to(device)
 
 
 def _check_dtype(moment: str, found: torch.dtype, expected: torch.dtype) -> None:
