@@ -177,6 +177,17 @@ def ways_to_go_on(rank):
             assert bits_equal(tensor, expected[name]), (way, name)
 
 
+class Keeping(nn.Linear):
+    """Reads its weight through a list that it keeps, as RNNs do with their flat weights."""
+
+    def __init__(self):
+        super().__init__(7, 7, bias=False)
+        self.kept = [self.weight]
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.kept[0])
+
+
 class Attending(nn.Module):
     """nn.MultiheadAttention never runs its out_proj; the encoder layer's fast path runs none of its children."""
 
@@ -187,11 +198,12 @@ class Attending(nn.Module):
             self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
             self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
             self.lstm = nn.LSTM(WIDTH, 7, num_layers=2, batch_first=True)
+            self.keeping = Keeping()
             self.params = nn.ParameterList([nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(3))])
 
     def forward(self, x):
         x = self.encoder(self.attention(x, x, x, need_weights=False)[0])
-        return self.lstm(x)[0] * self.params[0] + self.params[1].sum()
+        return self.keeping(self.lstm(x)[0]) * self.params[0] + self.params[1].sum()
 
     def loss(self, step, rank):
         return self(torch.arange(2 * 3 * WIDTH).reshape(2, 3, WIDTH).div(50.0 + rank + step)).square().mean()
@@ -203,6 +215,7 @@ def composite_modules(rank):
         optimizer, expected = stepped(model, rank)
         twin = Attending().train(training)
         twin.load_state_dict(expected)
+        assert not model.keeping.kept[0].isfinite().all()
         with torch.no_grad() if not training else torch.enable_grad():
             assert bits_equal(model.loss(1, 0), twin.loss(1, 0))
         optimizer.wait_for_params()
@@ -240,7 +253,10 @@ def read_behind_its_back(rank):
     assert not kept.isfinite().all()
     with pytest.raises(UsageError, match=r"branch.weight: param was used before it was gathered.*wait_for_params"):
         kept.sum().backward()
+    squares = kept.square().sum()
     optimizer.wait_for_params()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
     kept.grad = None
     assert bits_equal(kept, expected["branch.weight"])
     kept.sum().backward()
