@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zero1ckpt
@@ -19,7 +19,7 @@ from zero1ckpt.core.layout import layout_params
 from zero1ckpt.model.catalog import Catalog, Extents, TablePlacement, fold_pieces, piece_cuts
 from zero1ckpt.model.state import ParamSpec, PartState, SlotSpec
 from zero1ckpt.registry import FORMATS
-from zero1ckpt.resharding.coalesce import OVER_READ, runs
+from zero1ckpt.resharding.coalesce import runs
 from zero1ckpt.resharding.execute import run_jobs
 from zero1ckpt.resharding.plan import Moves, correspond, cut_moves, plan_blob, window_bounds
 from zero1ckpt.storage.local import LocalStore
@@ -176,6 +176,8 @@ def test_windows_and_cut_moves(made, rule, window, stops):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-3, 9000), st.integers(1, 5000)), max_size=12))
+@example([(0, 0, 500_000), (0, 4097, 500_000), (0, 4096, 500_000)])  # small in proportion, but more than is kept for it
+@example([(0, 0, 1000), (0, 41, 20), (0, 40, 1000)])
 def test_runs_waste_little(steps):
     at = 0
     rows = []
@@ -194,7 +196,7 @@ def test_runs_waste_little(steps):
         span = int(part[-1, 1] + part[-1, 2] - part[0, 1])
         gaps = part[1:, 1] - part[:-1, 1] - part[:-1, 2]
         assert (gaps >= 0).all() and (gaps <= 4096).all()
-        assert span - useful <= OVER_READ * useful
+        assert span - useful <= 0.04 * useful
 
 
 @given(params(5), rules(7, pad=False), st.integers(1, 300))

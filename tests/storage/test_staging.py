@@ -1,6 +1,7 @@
 """A folder appears whole or not at all; one writer at a time; nothing is left behind."""
 
 import errno
+import fcntl
 import os
 import signal
 
@@ -160,6 +161,24 @@ def test_lock_of_a_record_that_cannot_be_read_is_taken_over(work):
     (work / ".dst.zero1ckpt-lock").write_bytes(b'{"owner": {"pi')
     publish(work / "dst", resume=True)
     assert names(work) == ["dst"]
+
+
+def test_a_lock_that_was_removed_between_open_and_lock_is_no_lock(work, monkeypatch):
+    """Its last owner removes the file when it ends: who opened it before must not hold what nobody else can see."""
+    real, first = fcntl.flock, []
+
+    def flock(fd, how):
+        if not first:
+            first.append(fd)
+            os.unlink(work / ".dst.zero1ckpt-lock")
+        return real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    area = Staging(work / "dst", JOB)
+    with pytest.raises(OutputError, match="another writer"):
+        Staging(work / "dst", JOB)
+    area.abandon()
+    assert names(work) == []
 
 
 # --------------------------------------------------------------------------------------------------------- leftovers
