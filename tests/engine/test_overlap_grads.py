@@ -93,7 +93,9 @@ def a_late_buffer_holds_nothing_back(rank):
 def equal_to_off(rank):
     for dtype, micros, unused in itertools.product((torch.float32, torch.bfloat16), (1, 4), ("zero", "skip")):
         models = [Net(dtype), Net(dtype)]
-        optimizers = [build(m, on, unused=unused, max_grad_norm=1.0) for m, on in zip(models, (False, True), strict=True)]
+        optimizers = [
+            build(m, on, unused=unused, max_grad_norm=1.0) for m, on in zip(models, (False, True), strict=True)
+        ]
         for step in range(4):
             for model, optimizer in zip(models, optimizers, strict=True):
                 if step == 2:

@@ -144,7 +144,9 @@ def test_a_param_that_left_its_buffer(how, overlap):
     model = Net()
     optimizer = trained(model, overlap_param_gather=overlap)
     how(model)
-    with pytest.raises(UsageError, match=r"last\.weight: param is no longer in the optimizer's buffer.*build a new one"):
+    with pytest.raises(
+        UsageError, match=r"last\.weight: param is no longer in the optimizer's buffer.*build a new one"
+    ):
         optimizer.step()
     with pytest.raises(UsageError, match=r"no longer"):
         optimizer.reload_model_params()

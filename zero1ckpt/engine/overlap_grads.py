@@ -64,9 +64,6 @@ class GradReducer:
         self._sent_versions: dict[int, int] = {}
         self._seen: list[bool] = []
         self._missing: list[int] = []
-        if self.overlap:  # a param that is frozen now is not waited for
-            self._seen = [not tensor.requires_grad for tensor in self._tensors]
-            self._missing = [sum(not self._seen[index] for index in ref.params) for ref in self.order]
 
     # ----------------------------------------------------------------------------------------------- during a backward
 
@@ -92,7 +89,8 @@ class GradReducer:
         self._side.note_writer()
         if not self.overlap:
             return
-        self._open = True
+        if not self._open:
+            self._open_round()
         if self._seen[index]:
             return
         self._seen[index] = True
@@ -101,6 +99,14 @@ class GradReducer:
         while ready < len(self.order) and self._missing[ready] <= 0:
             ready += 1
         self._launch(ready)
+
+    def _open_round(self) -> None:
+        """With the first gradient of the last micro-batch. A param that is frozen by now is not waited for; one that
+        was thawed since the last step is: its bucket must not leave without it (churn test).
+        """
+        self._open = True
+        self._seen = [not tensor.requires_grad for tensor in self._tensors]
+        self._missing = [sum(not self._seen[index] for index in ref.params) for ref in self.order]
 
     def _launch(self, end: int) -> None:
         """Launch all buckets before ``end`` that are not under way, as one where the backend can."""
