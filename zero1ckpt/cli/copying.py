@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from ..api.resharding import ReshardPlan, execute, plan_reshard
 from ..api.stored import describe
+from ..core.errors import UsageError
 from ..core.layout import LayoutRules
-from ..model.manifest import MANIFEST_NAME
+from ..model.manifest import MANIFEST_NAME, FormatOptions
 from ..storage.staging import refuse_existing
 from .exit_codes import DONE, resumable
 from .progress import progress
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from .rows import Row
 
 __all__ = ["CopyOptions", "run"]
+
+_FLAGS = {"shard_bytes": "--shard-size", "chunk_bytes": "--chunk-size", "compression": "--compression"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,9 @@ class CopyOptions:
     bucket_size: int | str | None = None
     format: str | None = None
     container: str | None = None
+    shard_size: int | None = None
+    chunk_size: int | None = None
+    compression: str | None = None
     verify: bool = True
     dry_run: bool = False
     resume: bool = False
@@ -64,22 +72,45 @@ def run(options: CopyOptions) -> int:
 
 
 def _plan(options: CopyOptions) -> ReshardPlan:
-    to_dp = options.to_dp
-    if to_dp is None:
-        layouts = [catalog.layout for catalog in describe(Path(options.src)).catalogs.values()]
-        to_dp = max((layout.rules.dp_size for layout in layouts if layout is not None), default=1)
-    return plan_reshard(
+    given = _format_options(options)
+    plan = plan_reshard(
         options.src,
         options.dst,
-        to_dp=to_dp,
+        to_dp=options.to_dp,
         bucket_size=options.bucket_size,
         format=options.format,
         container=options.container,
         from_dp=options.from_dp,
+        options=_with_source(options, given) if given else None,
         workers=options.workers,
         memory_limit=options.memory_limit,
         verify=options.verify,
     )
+    for name, value in given.items():
+        if getattr(plan.options, name) != value:
+            raise UsageError(
+                f"{_FLAGS[name]} does not apply to {plan.format.name} in {plan.container}",
+                found=value,
+                hint="leave it out, or choose another --container",
+            )
+    return plan
+
+
+def _format_options(options: CopyOptions) -> dict[str, Any]:
+    """Those of ``FormatOptions`` that were given."""
+    given = {
+        "shard_bytes": options.shard_size,
+        "chunk_bytes": options.chunk_size,
+        "compression": options.compression,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _with_source(options: CopyOptions, given: dict[str, Any]) -> FormatOptions:
+    """The given options; the others as in the source, where it has the same format and container."""
+    manifest = describe(options.src, check_files=False).manifest
+    same = options.format in (None, manifest.format) and options.container in (None, manifest.container)
+    return structs.replace(manifest.options if same else FormatOptions(), **given)
 
 
 def _execute(plan: ReshardPlan, options: CopyOptions) -> None:

@@ -33,7 +33,7 @@ class Interrupted(KeyboardInterrupt):
 def explain(error: BaseException) -> tuple[int, str]:
     """Exit code and line of anything that ended a run. Pure."""
     if isinstance(error, Zero1CkptError):
-        return error.exit_code, one_line(str(error))
+        return error.exit_code, _as_options(one_line(str(error)))
     if isinstance(error, click.ClickException):
         return USAGE, _usage_line(error)
     if isinstance(error, KeyboardInterrupt | click.Abort):
@@ -44,6 +44,11 @@ def explain(error: BaseException) -> tuple[int, str]:
         return INTERNAL, "out of memory; lower --memory-limit or --workers"
     what = one_line(f"{type(error).__name__}: {error}")
     return INTERNAL, f"internal error: {what}; please report it with the output of ZERO1CKPT_DEBUG=1"
+
+
+def _as_options(line: str) -> str:
+    """What the library calls a keyword, the command line calls an option."""
+    return f"{line.removesuffix('overwrite')}--overwrite" if line.endswith(" pass overwrite") else line
 
 
 def _usage_line(error: click.ClickException) -> str:

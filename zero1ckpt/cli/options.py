@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import rich_click as click
 
-__all__ = ["BUCKET", "BUCKET_SIZE", "SIZE", "common", "copying"]
+__all__ = ["BUCKET", "BUCKET_SIZE", "SIZE", "common", "copying", "reading"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -84,19 +84,28 @@ def copying(verb: _F) -> _F:
             help="Elements of a bucket; none is one bucket a buffer. Default: as in SRC.",
         ),
         click.option("--container", metavar="C", help="What the bytes lie in. Default: as in SRC."),
+        click.option("--shard-size", type=SIZE, metavar="SIZE", help="Begin a new file at this size, as 5GB."),
+        click.option("--chunk-size", type=SIZE, metavar="SIZE", help="Size of the smallest unit that is read."),
+        click.option("--compression", metavar="CODEC", help="Compress chunks. Default: as in SRC, else none."),
         click.option(
             "--no-verify", "verify", flag_value=False, default=True, help="Do not prove the checksums of SRC."
         ),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--resume", is_flag=True, help="Go on after an interruption."),
         click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST."),
-        click.option(
-            "--workers", type=click.IntRange(min=1), metavar="N", help="Threads. Default: one a core, at most 8."
-        ),
-        click.option(
-            "--memory-limit", type=SIZE, metavar="SIZE", help="Bytes of data in flight, as 512MiB. Default: 256MiB."
-        ),
     ]
+    verb = reading(verb)
     for option in reversed(options):
         verb = option(verb)
-    return common(verb)
+    return verb
+
+
+def reading(verb: _F) -> _F:
+    """What every verb has that reads data."""
+    verb = common(verb)
+    verb = click.option(
+        "--memory-limit", type=SIZE, metavar="SIZE", help="Bytes of data in flight, as 512MiB. Default: 256MiB."
+    )(verb)
+    return click.option(
+        "--workers", type=click.IntRange(min=1), metavar="N", help="Threads. Default: one a core, at most 8."
+    )(verb)
