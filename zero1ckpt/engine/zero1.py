@@ -46,6 +46,12 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
     optimizer's class, which gets ``options``. Gradients are averaged over ``process_group`` (default: the default
     group; without one, one rank). Params start with rank 0's values.
 
+    ``grad_dtype``: of ``main_grad``, in which micro-batches add up (default float32, whatever the param).
+    ``loss_scale``: a number, "dynamic" or a ``DynamicScale``; see ``mixed_precision`` for skipped steps and schedulers.
+    ``reduce``: see the table in ``reductions``. ``elementwise=True``: no probe whether the optimizer may be sharded.
+    ``layout``: one that was made before, instead of ``bucket_size``. ``timeout``: seconds that a rank waits for others
+    before it names those that are missing (default: that of the process group).
+
     Raises ``UsageError`` and ``UnsupportedError`` on every rank when one rank's arguments are wrong or differ.
     """
 
