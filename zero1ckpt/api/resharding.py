@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import OutputError, UnsupportedError, UsageError, Zero1CkptError
+from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import LayoutRules, layout_params
-from ..encodings.safetensors_file import PAGE
-from ..encodings.tensor_file import copy_file
 from ..model.catalog import Catalog
-from ..model.manifest import FileEntry, FormatOptions, PartManifest, make_part
+from ..model.manifest import FormatOptions
 from ..model.protocols import Format, Progress
 from ..registry import find_format
 from ..resharding.coalesce import runs
 from ..resharding.copying import PartCopy
 from ..resharding.plan import correspond, cut_moves, plan_blob, window_bounds
-from ..storage.staging import Staging, find_leftovers, refuse_existing, remove_leftover, staged
+from ..storage.rendezvous import Ranks
 from .checkpoint import Checkpoint
-from .checkpoint import open as open_checkpoint
-from .commit import (
-    check_overwrite,
-    check_space,
-    encode_manifest_of,
-    window_bytes,
-    workers_or_default,
-    write_part,
-)
+from .commit import window_bytes, workers_or_default
+from .executing import execute
 from .stored import Stored, describe, part_prefix
 from .writing import make_rules, parse_bucket_size
 
-__all__ = ["PlanTotals", "ReshardPlan", "plan_reshard", "reshard"]
+__all__ = ["PlanTotals", "ReshardPlan", "execute", "plan_reshard", "reshard"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTotals:
-    """What a plan will do; bytes are payload bytes, ``peak_memory`` is data in flight over the interpreter."""
+    """What a plan will do; bytes are payload bytes, ``peak_memory`` is data in flight over the interpreter.
+    ``sampled``: reads and writes are scaled up from some of the blobs.
+    """
 
     reads: int
     writes: int
@@ -49,6 +43,7 @@ class PlanTotals:
     bytes_written: int
     files_written: int
     peak_memory: int
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,23 +85,35 @@ class ReshardPlan:
             src = self.stored.catalogs[dst.part]
             yield PartCopy(src, self.stored.source(dst.part), dst, self.format, correspond(src.state, dst.state))
 
-    def totals(self) -> PlanTotals:
-        """Counts reads and writes of the whole plan; plans every blob, reads nothing."""
-        reads = writes = read = written = files = 0
-        empty = np.empty(0, np.int64)
+    def totals(self, sample: int = 64) -> PlanTotals:
+        """Counts reads and writes of the whole plan; reads nothing. Of more than ``sample`` blobs a part, evenly spread
+        ones are planned, and the counts of calls are scaled up; bytes are exact.
+        """
+        reads = writes = files = 0
         for dst in self.catalogs:
-            src = self.stored.catalogs[dst.part]
-            match = correspond(src.state, dst.state)
-            for blob in range(dst.placement.blob_count):
-                bounds = window_bounds(dst.placement.payload_nbytes(blob), self.window_bytes, empty)
-                moves, first = cut_moves(plan_blob(src, dst, match, blob), bounds)
-                for low, high in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-                    reads += sum(1 for _ in runs(moves.take(slice(low, high))))
-                read += int(moves.nbytes.sum())
-                written += dst.placement.payload_nbytes(blob)
-                writes += len(bounds)
-                files += 1
-        return PlanTotals(reads, writes, read, written, files, self.workers * self.window_bytes)
+            count = dst.placement.blob_count
+            picked = range(count) if count <= sample else np.linspace(0, count - 1, sample).astype(int).tolist()
+            calls = [self._calls(dst, blob) for blob in picked]
+            reads += round(sum(read for read, _ in calls) * count / len(calls))
+            writes += round(sum(written for _, written in calls) * count / len(calls))
+            files += count
+        sampled = any(dst.placement.blob_count > sample for dst in self.catalogs)
+        read = sum(
+            catalog.state.tensor_nbytes(param, slot) for catalog in self.catalogs for param, slot in catalog.digests
+        )
+        return PlanTotals(reads, writes, read, self.payload_bytes, files, self.workers * self.window_bytes, sampled)
+
+    def _calls(self, dst: Catalog, blob: int) -> tuple[int, int]:
+        """Reads and writes of one blob."""
+        src = self.stored.catalogs[dst.part]
+        moves = plan_blob(src, dst, correspond(src.state, dst.state), blob)
+        stops = self.format.stops(dst, blob)
+        bounds = window_bounds(dst.placement.payload_nbytes(blob), self.window_bytes, stops)
+        cut, first = cut_moves(moves, bounds)
+        reads = sum(
+            sum(1 for _ in runs(cut.take(slice(low, high)))) for low, high in pairwise(first.tolist()) if high > low
+        )
+        return reads, len(bounds)
 
 
 def plan_reshard(
@@ -190,11 +197,13 @@ def reshard(
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Checkpoint:
     """Writes the state of ``src`` for ``to_dp`` ranks; what is not given stays as in ``src``.
 
     ``bucket_size``: elements, or "none" for one bucket a buffer. ``memory_limit``: bytes of data in flight.
-    ``verify=False`` leaves out the proof of the source's checksums.
+    ``verify=False`` leaves out the proof of the source's checksums. ``ranks``: this process and others that make the
+    same call on a file system that they share; each writes its share, and there is one commit.
 
     Raises ``MissingError``, ``CorruptError`` or ``UnsupportedError`` for the source, ``UsageError`` where source and
     destination are the same, ``OutputError`` where the destination exists or cannot be written.
@@ -212,89 +221,7 @@ def reshard(
         memory_limit=memory_limit,
         verify=verify,
     )
-    return execute(plan, overwrite=overwrite, resume=resume, progress=progress)
-
-
-def execute(
-    plan: ReshardPlan, *, overwrite: bool = False, resume: bool = False, progress: Progress | None = None
-) -> Checkpoint:
-    """Executes a plan: writes aside, proves, and publishes at the end. Errors as of ``reshard``."""
-    if resume and _already_done(plan, overwrite):
-        for leftover in find_leftovers(plan.dst):
-            if leftover.dst == plan.dst and leftover.owner is None:
-                remove_leftover(leftover)
-        return open_checkpoint(plan.dst)
-    check_overwrite(plan.dst, overwrite)
-    refuse_existing(plan.dst, overwrite)
-    if not resume:
-        check_space(plan.dst, plan.payload_bytes + PAGE * sum(c.placement.blob_count for c in plan.catalogs))
-    with staged(Staging(plan.dst, plan.job, overwrite=overwrite, resume=resume)) as staging:
-        parts = []
-        files = []
-        for part in plan.parts():
-            made, written = write_part(
-                part,
-                staging,
-                workers=plan.workers,
-                window_bytes=plan.window_bytes,
-                prove=plan.verify,
-                progress=progress,
-            )
-            parts.append(made)
-            files += written
-        files += _copy_others(plan, staging)
-        manifest = plan.stored.manifest
-        data = encode_manifest_of(
-            plan.format,
-            parts,
-            files,
-            extra=manifest.extra,
-            model=manifest.model,
-            rank_extra=manifest.rank_extra,
-            options=plan.options,
-        )
-        staging.publish("manifest.json", data)
-    plan.stored.store.close()
-    return open_checkpoint(plan.dst)
-
-
-def _copy_others(plan: ReshardPlan, staging: Staging) -> Sequence[FileEntry]:
-    others = plan.stored.other_files()
-    for entry in others:
-        path = staging.path(entry.path)
-        copy_file(plan.stored.store, entry, path, window_bytes=plan.window_bytes, prove=plan.verify)
-    return others
-
-
-def _already_done(plan: ReshardPlan, overwrite: bool) -> bool:
-    """Whether the destination is complete and what this plan would make.
-
-    Raises ``OutputError`` where it is another checkpoint, and not to be overwritten.
-    """
-    if not plan.dst.exists():
-        return False
-    try:
-        there = describe(plan.dst)
-    except Zero1CkptError:
-        return False
-    mine, theirs = plan.stored.manifest, there.manifest
-    same = (
-        (theirs.format, theirs.container, theirs.options) == (plan.format.name, plan.container, plan.options)
-        and (mine.extra, mine.model, mine.rank_extra) == (theirs.extra, theirs.model, theirs.rank_extra)
-        and plan.stored.other_files() == there.other_files()
-        and theirs.parts == [_part_of(catalog) for catalog in plan.catalogs]
-    )
-    if not same and not overwrite:
-        raise OutputError(
-            "exists and is not what this command makes", file=plan.dst, hint="choose another place or pass --overwrite"
-        )
-    return same
-
-
-def _part_of(catalog: Catalog) -> PartManifest:
-    """A part's manifest as it will be: values keep their digests."""
-    rules = None if catalog.layout is None else catalog.layout.rules
-    return make_part(catalog.part, catalog.state, rules, catalog.digests)
+    return execute(plan, overwrite=overwrite, resume=resume, progress=progress, ranks=ranks)
 
 
 def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int | None, format: Format) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "CorruptError",
     "InterruptedRunError",
+    "LostRankError",
     "MissingError",
     "OutputError",
     "UnsupportedError",
@@ -107,3 +108,7 @@ class InterruptedRunError(Zero1CkptError):
     """The run was interrupted; nothing was published."""
 
     exit_code = 130
+
+
+class LostRankError(InterruptedRunError):
+    """Another rank of the job failed or is gone; what this one has done is kept for a resume."""

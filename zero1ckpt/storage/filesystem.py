@@ -9,7 +9,22 @@ from pathlib import Path
 __all__ = ["is_local"]
 
 _LOCAL = frozenset(
-    ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs", "tmpfs", "ramfs", "overlay", "apfs", "hfs")
+    (
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "jfs",
+        "bcachefs",
+        "tmpfs",
+        "ramfs",
+        "overlay",
+        "apfs",
+        "hfs",
+    )
 )
 
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import OutputError
+from ..core.errors import LostRankError, OutputError
 from .local import fsync_folder, writing
 
 __all__ = [
+    "RANKS_SUFFIX",
     "Area",
     "Leftover",
     "Staging",
@@ -37,6 +38,8 @@ __all__ = [
 
 _PARTIAL = ".zero1ckpt-partial"
 _LOCK = ".zero1ckpt-lock"
+RANKS_SUFFIX = ".zero1ckpt-ranks"
+"""Folder in which the ranks of one job meet (``storage.rendezvous``)."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -263,14 +266,14 @@ def _put_back(dst: Path) -> None:
 
 
 def _target_of(name: str) -> str | None:
-    for end in (f".zero1ckpt-old{_PARTIAL}", _PARTIAL, _LOCK):
+    for end in (f".zero1ckpt-old{_PARTIAL}", _PARTIAL, RANKS_SUFFIX, _LOCK):
         if name.startswith(".") and name.endswith(end) and len(name) > len(end) + 1:
             return name[1 : -len(end)]
     return None
 
 
 def _leftover(dst: Path) -> Leftover:
-    names = [partial_path(dst), _aside_path(dst), lock_path(dst)]
+    names = [partial_path(dst), _aside_path(dst), dst.parent / f".{dst.name}{RANKS_SUFFIX}", lock_path(dst)]
     paths = tuple(path for path in names if os.path.lexists(path))
     return Leftover(dst, paths, _live_owner(lock_path(dst)))
 
@@ -316,6 +319,9 @@ def staged(staging: Staging) -> Iterator[Staging]:
     """Abandons on an error; leaves what was made for a resume on an interrupt."""
     try:
         yield staging
+    except LostRankError:
+        staging.leave()
+        raise
     except Exception:
         staging.abandon()
         raise
