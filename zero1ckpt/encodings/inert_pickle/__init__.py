@@ -43,6 +43,7 @@ __all__ = [
     "Value",
     "load",
     "load_first",
+    "no_collector",
 ]
 
 _DAMAGE = (
@@ -93,7 +94,7 @@ def load_first(
     if nbytes > max_bytes:
         raise CorruptError("the pickle is larger than the limit", file=file, found=nbytes, expected=max_bytes)
     try:
-        with _no_collector():
+        with no_collector():
             value, end = Machine(bytes(data)).run(OPCODES, max_opcodes=max_opcodes)
             if max_nodes is not None:
                 check_tree(value, max_depth=max_depth, max_nodes=max_nodes)
@@ -105,8 +106,8 @@ def load_first(
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
-    """No cyclic garbage is made here, and looking for it again and again is half of the time of a large stream."""
+def no_collector() -> Iterator[None]:
+    """Pauses Python's search for cyclic garbage: none is made here, and it is half of the time of a large stream."""
     enabled = gc.isenabled()
     gc.disable()
     try:
