@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import rich_click as click
 
-__all__ = ["BUCKET", "BUCKET_SIZE", "SIZE", "common", "copying", "reading"]
+__all__ = ["BUCKET", "BUCKET_SIZE", "COUNT", "DTYPE", "SIZE", "common", "copying", "dtype_of", "reading"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -60,6 +60,41 @@ class BucketType(click.ParamType):  # type: ignore[type-arg]  # generic in new c
         return (None if buffer is None else int(buffer), int(bucket))
 
 
+class CountType(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """A number of things: 7B, 350M, 1e9, 7_000_000."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\d{1,2})?)\s*([kKmMbBtT]?)", str(value).strip())
+        if match is None:
+            self.fail(f"found {value!r}, expected a number, with K, M, B or T after it if you like", param, ctx)
+        number = Decimal(match.group(1).replace("_", "").replace(",", ""))
+        return int(number * 10 ** {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}[match.group(2).lower()])
+
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def dtype_of(text: str) -> str:
+    """The name that torch has for a dtype."""
+    name = text.strip().lower().removeprefix("torch.")
+    return _SHORT_DTYPES.get(name, name)
+
+
+class DtypeType(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """A dtype by torch's name or the short one."""
+
+    name = "dtype"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return dtype_of(str(value))
+
+
+COUNT = CountType()
+DTYPE = DtypeType()
 SIZE = SizeType()
 BUCKET_SIZE = BucketSizeType()
 BUCKET = BucketType()
