@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,6 +13,7 @@ from tests.engine.harness import run_ranks
 from tests.engine.models import SHAPES, Bag, bits_equal, grads_of
 from tests.engine.overlap_nets import ADAMW, Net, assert_same, loss_of, params_of
 from zero1ckpt.core.errors import UsageError
+from zero1ckpt.engine.collectives import NativeCommunicator
 from zero1ckpt.engine.zero1 import Zero1Optimizer
 
 
@@ -133,7 +135,7 @@ def two_backwards(rank):
     models = [Bag(), Bag()]
     for on, model in zip((False, True), models, strict=True):
         optimizer = build(model, on, inner=torch.optim.SGD, lr=1.0, foreach=False)
-        for step in range(3):
+        for _ in range(3):
             for micro in range(3):
                 names = SHAPES if micro < 2 else ("a", "long") if rank == 1 else ("one",)
                 model(grads_of(SHAPES, 0, rank, micro), names).backward()
@@ -241,7 +243,23 @@ def steady_memory(rank):
     assert seen[0] == seen[-1] and seen[0]
 
 
+def coalesced(rank):
+    """The backend's own collectives, here gloo's: several buckets are one launch."""
+    comm = NativeCommunicator(dist.group.WORLD)
+    size = comm.size
+    everyone = [[torch.full((n * size,), float(r + n)) for n in (4, 0, 7)] for r in range(size)]
+    for dtype in (torch.float32, torch.float64):
+        pairs = [(b.clone(), torch.empty(b.numel() // size, dtype=dtype)) for b in everyone[rank]]
+        comm.traffic.reset()
+        for pending in comm.begin_reduce_scatters(pairs, ahead=True):
+            pending.wait()
+        assert comm.traffic.messages == 1 and comm.traffic.elements_sent == 11 * (size - 1)
+        for at, (_, out) in enumerate(pairs):
+            torch.testing.assert_close(out, comm.own(sum(e[at] for e in everyone) / size).to(dtype))
+
+
 CASES = [
+    coalesced,
     launches,
     order_of_launches,
     a_late_buffer_holds_nothing_back,

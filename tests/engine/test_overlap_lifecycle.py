@@ -95,7 +95,7 @@ def test_a_later_optimizer_takes_the_hooks_over():
     second.step()
 
 
-# ------------------------------------------------------------------------------------------- params that left or changed
+# ------------------------------------------------------------------------------------------ params that left or changed
 
 
 def halve(model):

@@ -318,12 +318,13 @@ class NativeCommunicator(Communicator):
         if self.reduction.fixed or len(full) < 2 or len({bucket.dtype for bucket, _ in full}) > 1:
             return super().begin_reduce_scatters(pairs, ahead=ahead)
         made: list[Pending] = []
-        with dist.distributed_c10d._coalescing_manager(self.group, full[0][0].device, async_ops=True) as work:
+        with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as works:
+            shared = _Once(works)
             for bucket, out in full:
                 sent = self.on_the_wire(bucket)
                 wire = out if out.dtype == sent.dtype else torch.empty_like(out, dtype=sent.dtype)
                 dist.reduce_scatter_tensor(wire, sent, group=self.group)
-                made.append(_NativeReduction(self, work, sent, wire, out))
+                made.append(_NativeReduction(self, shared, sent, wire, out))
         self.traffic.add(1, sum(b.numel() - out.numel() for b, out in full), full[0][0].element_size())
         launched = iter(made)
         return [next(launched) if bucket.numel() else _DONE for bucket, _ in pairs]
@@ -357,6 +358,20 @@ class _NativeReduction:
         if self._wire is not self._out:
             self._out.copy_(self._wire)
         self._comm.to_mean(self._out)
+
+
+class _Once:
+    """One work for several reductions: gloo's copies its results out again with every ``wait``, over what has been
+    made of them since.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self._work: Any = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
 
 class AllToAllCommunicator(NativeCommunicator):
