@@ -105,6 +105,9 @@ def _check_files(stored: Stored) -> list[Finding]:
         if key not in broken and stored.store.read(key) != data:
             message = f"{stored.store.label(key)}: it is not what follows from the manifest"
             findings.append(Finding("altered_file", message, file=key))
+        elif key not in broken and format_digest(crc64(data)) != stored.files[key].digest:
+            message = f"{stored.store.label(key)}: the manifest states digest {stored.files[key].digest} for it"
+            findings.append(Finding("wrong_digest", f"{message}, found {format_digest(crc64(data))}", file=key))
     for entry in stored.other_files():
         if entry.path not in broken:
             try:
@@ -174,7 +177,7 @@ def _check_data(
 
     def check(job: tuple[Catalog, Source, int]) -> None:
         catalog, source, blob = job
-        reader = _BlobReader(catalog, source, blob)
+        reader = _BlobReader(catalog, source, blob, zero_padding=stored.format.zero_padding)
         try:
             for nbytes in reader.run():
                 if progress is not None:
@@ -224,8 +227,9 @@ def _check_tensors(stored: Stored, entry: FileEntry) -> Iterator[Finding]:
 class _BlobReader:
     """Reads one payload in windows of whole pieces; keeps what it finds, one finding a piece or slice at most."""
 
-    def __init__(self, catalog: Catalog, source: Source, blob: int) -> None:
+    def __init__(self, catalog: Catalog, source: Source, blob: int, *, zero_padding: bool) -> None:
         self.catalog = catalog
+        self.zero_padding = zero_padding
         self.source = source
         self.blob = blob
         self.findings: list[Finding] = []
@@ -250,11 +254,11 @@ class _BlobReader:
         file = self.source.label(self.blob)
         key = self.catalog.placement.blob_key(self.blob)
         if row < 0 or low >= int(table.at[row] + table.nbytes[row]):
-            if np.frombuffer(data, np.uint8).any():
+            if self.zero_padding and np.frombuffer(data, np.uint8).any():
                 message = f"{file}: padding at payload byte {low} to {low + data.nbytes} is not zero"
                 self.findings.append(Finding("nonzero_padding", message, self.catalog.part, file=key))
             elif crc64(data) != stated:
-                message = f"{file}: checksum of padding at payload byte {low} is wrong"
+                message = f"{file}: what lies between tensors at payload byte {low} does not match its checksum"
                 self.findings.append(Finding("damaged_data", message, self.catalog.part, file=key))
             return
         param, slot = int(table.param[row]), int(table.slot[row])
