@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
-from ..core.errors import CorruptError, MissingError, Zero1CkptError
+from ..core.errors import CorruptError, MissingError, UsageError, Zero1CkptError
 from ..core.layout import layout_params
 from ..model.catalog import Catalog
 from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, Manifest, PartManifest, decode_manifest
@@ -97,7 +97,8 @@ def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Store
         read = decode_manifest(store.read(MANIFEST_NAME), folder / MANIFEST_NAME)
         manifest = read.manifest
         plugin = find_format(manifest.format, manifest.container)
-        catalogs = {part.name: _catalog(plugin, part, manifest.options) for part in manifest.parts}
+        options = _options(plugin, manifest.options)
+        catalogs = {part.name: _catalog(plugin, part, options) for part in manifest.parts}
     except Zero1CkptError as error:
         if error.file:
             raise
@@ -111,13 +112,25 @@ def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Store
     return stored
 
 
+def _options(plugin: Format, stated: FormatOptions) -> FormatOptions:
+    """The options as the format has them. Raises ``ValueError`` for one that is out of range or not of this format."""
+    try:
+        known = plugin.normalize(stated)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    for name in stated.__struct_fields__:
+        if getattr(stated, name) is not None and getattr(known, name) is None:
+            raise ValueError(f"the format has no option {name}")
+    return known
+
+
 def _catalog(plugin: Format, part: PartManifest, options: FormatOptions) -> Catalog:
     state = part.state()
     rules = part.rules()
     if (rules is None) is plugin.keeps_layout:
         raise ValueError(f"part {part.name!r} states {'no' if rules is None else 'a'} layout")
     layout = None if rules is None else layout_params(state.params, rules)
-    catalog = plugin.plan(state, layout, part.name, part_prefix(part.name), plugin.normalize(options))
+    catalog = plugin.plan(state, layout, part.name, part_prefix(part.name), options)
     return Catalog(
         catalog.format,
         catalog.container,
