@@ -177,7 +177,7 @@ def _check_data(
 
     def check(job: tuple[Catalog, Source, int]) -> None:
         catalog, source, blob = job
-        reader = _BlobReader(catalog, source, blob, zero_padding=stored.format.zero_padding)
+        reader = _BlobReader(catalog, source, blob)
         try:
             for nbytes in reader.run():
                 if progress is not None:
@@ -227,9 +227,8 @@ def _check_tensors(stored: Stored, entry: FileEntry) -> Iterator[Finding]:
 class _BlobReader:
     """Reads one payload in windows of whole pieces; keeps what it finds, one finding a piece or slice at most."""
 
-    def __init__(self, catalog: Catalog, source: Source, blob: int, *, zero_padding: bool) -> None:
+    def __init__(self, catalog: Catalog, source: Source, blob: int) -> None:
         self.catalog = catalog
-        self.zero_padding = zero_padding
         self.source = source
         self.blob = blob
         self.findings: list[Finding] = []
@@ -254,11 +253,11 @@ class _BlobReader:
         file = self.source.label(self.blob)
         key = self.catalog.placement.blob_key(self.blob)
         if row < 0 or low >= int(table.at[row] + table.nbytes[row]):
-            if self.zero_padding and np.frombuffer(data, np.uint8).any():
+            if np.frombuffer(data, np.uint8).any():
                 message = f"{file}: padding at payload byte {low} to {low + data.nbytes} is not zero"
                 self.findings.append(Finding("nonzero_padding", message, self.catalog.part, file=key))
             elif crc64(data) != stated:
-                message = f"{file}: what lies between tensors at payload byte {low} does not match its checksum"
+                message = f"{file}: checksum of padding at payload byte {low} is wrong"
                 self.findings.append(Finding("damaged_data", message, self.catalog.part, file=key))
             return
         param, slot = int(table.param[row]), int(table.slot[row])
