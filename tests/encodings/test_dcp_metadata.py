@@ -131,7 +131,7 @@ def test_torch_loads_what_we_write_into_a_nested_state_dict(work):
         "fp8": torch.zeros(5, dtype=torch.uint8).view(torch.float8_e4m3fn),
         "groups": [{"lr": 0.0, "betas": (0.0, 0.0)}],
     }
-    dcp.load(target, checkpoint_id=str(work), no_dist=True)
+    dcp.load(target, checkpoint_id=str(work))
     assert torch.equal(target["optimizer"]["state"]["exp_avg"]["w"], nested["w"])
     assert torch.equal(target["optimizer"]["state"]["exp_avg"]["b"], nested["b"])
     assert target["scalar"] == 7 and raw(target["fp8"]) == raw(state["fp8"])
@@ -190,7 +190,7 @@ def test_what_torch_saves_is_read(work):
         "empty": torch.zeros(0),
         "list": [1, {"a": torch.ones(1)}],
     }
-    dcp.save(state, checkpoint_id=str(work), no_dist=True)
+    dcp.save(state, checkpoint_id=str(work))
     metadata = parse_metadata((work / ".metadata").read_bytes(), file=work / ".metadata")
     assert metadata.paths["model.w"] == ("model", "w")
     assert metadata.tensors["model.w"].shape == (5, 3) and metadata.tensors["model.b"].dtype == "bfloat16"
