@@ -12,6 +12,7 @@ from zero1ckpt.core.errors import CorruptError, UnsupportedError, Zero1CkptError
 from zero1ckpt.core.layout import LayoutRules
 from zero1ckpt.model.manifest import (
     FileEntry,
+    FormatOptions,
     ModelTensor,
     RankExtra,
     decode_manifest,
@@ -70,8 +71,16 @@ def manifests(draw):
     extra = draw(st.sampled_from((None, {"a": [1, {"$tuple": [2.5, None]}]}, "text", 3)))
     model = draw(st.sampled_from(([], [ModelTensor("bn", "buffer", "float32", [3], "0" * 16)])))
     ranks = draw(st.sampled_from((None, RankExtra(4))))
+    options = draw(st.sampled_from((FormatOptions(), FormatOptions(shard_bytes=5), FormatOptions(None, 9, "zstd"))))
     built = new_manifest(
-        "bucket_shards", "safetensors", [part for *_, part in made], files, extra=extra, model=model, rank_extra=ranks
+        "bucket_shards",
+        "safetensors",
+        [part for *_, part in made],
+        files,
+        extra=extra,
+        model=model,
+        rank_extra=ranks,
+        options=options,
     )
     return made, built
 
@@ -122,7 +131,7 @@ def small():
         (ParamSpec("w", (2, 3)), ParamSpec("b", (3,))), (SlotSpec("fp32_param", "float32"),), 3, ({"lr": 0.1},)
     )
     part = make_part("", state, LayoutRules(2, 100), {(0, 0): 1, (1, 0): 2})
-    return new_manifest("bucket_shards", "safetensors", [part], [FileEntry("a", 1, "0" * 16)])
+    return new_manifest("bucket_shards", "safetensors", [part], [FileEntry("a", 1, "0" * 16)], options=FormatOptions())
 
 
 DATA = encode_manifest(small())
@@ -268,7 +277,7 @@ def test_size_at_scale():
     digests = {(i, k): 2**64 - 1 - i * 3 - k for i in range(len(specs)) for k in range(3)}
     part = make_part("", state, LayoutRules(4096, 40_000_000), digests)
     files = [FileEntry(f"rank-{r:05d}-of-04096.safetensors", 2**36 + r, format_digest(r)) for r in range(4096)]
-    data = encode_manifest(new_manifest("bucket_shards", "safetensors", [part], files))
+    data = encode_manifest(new_manifest("bucket_shards", "safetensors", [part], files, options=FormatOptions()))
     assert len(data) < 20_000_000
     assert data.count(b"\n") < 10_000 + 4096 + 100, "a line for each param and file, to be read by a person"
     assert decode_manifest(data, "m").manifest.parts[0].state() == state

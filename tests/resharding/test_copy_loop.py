@@ -17,6 +17,7 @@ from zero1ckpt.core.digest import crc64
 from zero1ckpt.core.errors import CorruptError, UnsupportedError
 from zero1ckpt.core.layout import layout_params
 from zero1ckpt.model.catalog import Catalog, Extents, TablePlacement, fold_pieces, piece_cuts
+from zero1ckpt.model.manifest import FormatOptions
 from zero1ckpt.model.state import ParamSpec, PartState, SlotSpec
 from zero1ckpt.registry import FORMATS
 from zero1ckpt.resharding.coalesce import runs
@@ -120,7 +121,7 @@ def catalog_of(made, rule, slots=(("x", "float32"), ("y", "bfloat16"))):
     )
     state = PartState(specs, tuple(SlotSpec(*slot) for slot in slots))
     plugin = next(iter(FORMATS.values()))
-    return plugin.plan(state, layout_params(specs, rule), "", "")
+    return plugin.plan(state, layout_params(specs, rule), "", "", plugin.normalize(FormatOptions()))
 
 
 def tags(catalog):
