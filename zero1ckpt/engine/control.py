@@ -7,7 +7,8 @@ ranks that did not come in time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +43,24 @@ class ControlPlane:
         """Wait for all ranks. Raises ``Zero1CkptError`` that names the missing ones after ``timeout``."""
         if self._group is None:
             return
+        number = self._arrivals.next()
         try:
             dist.monitored_barrier(self._group, self.timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise Zero1CkptError(
                 f"{what}: not all ranks arrived within {self.timeout.total_seconds():g} s",
-                found=str(error).splitlines()[0],
-                hint="a rank failed, or did not make the same call",
+                found=self._arrivals.by_first_rank(number, _first_line(error)),
+                hint="a rank failed, is too slow, or did not make the same call",
+            ) from error
+
+    @contextmanager
+    def _message(self, what: str) -> Iterator[None]:
+        """A rank that dies after the barrier and before its message breaks a connection."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise Zero1CkptError(
+                f"{what}: the message of a rank did not arrive", found=_first_line(error), hint="a rank failed"
             ) from error
 
     def gather(self, obj: Any, what: str = "gather") -> list[Any] | None:
@@ -57,7 +69,8 @@ class ControlPlane:
             return [obj]
         self.barrier(what)
         out: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(obj, out, dst=self._root, group=self._group)
+        with self._message(what):
+            dist.gather_object(obj, out, dst=self._root, group=self._group)
         return out
 
     def all_gather(self, obj: Any, what: str = "all_gather") -> list[Any]:
@@ -66,7 +79,8 @@ class ControlPlane:
             return [obj]
         self.barrier(what)
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, obj, group=self._group)
+        with self._message(what):
+            dist.all_gather_object(out, obj, group=self._group)
         return out
 
     def broadcast(self, obj: Any, what: str = "broadcast") -> Any:
@@ -75,7 +89,8 @@ class ControlPlane:
             return obj
         self.barrier(what)
         box = [obj if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=self._root, group=self._group)
+        with self._message(what):
+            dist.broadcast_object_list(box, src=self._root, group=self._group)
         return box[0]
 
     def agree(self, rows: Sequence[tuple[str, str]], what: str) -> None:
@@ -130,6 +145,10 @@ class ControlPlane:
     def _root(self) -> int:
         assert self._group is not None
         return dist.get_global_rank(self._group, 0)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:

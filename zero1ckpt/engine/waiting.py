@@ -74,6 +74,26 @@ class Arrivals:
             hint="a rank failed, is too slow, or did not make the same calls",
         )
 
+    def by_first_rank(self, number: int, cause: str) -> str:
+        """Why barrier ``number`` has failed. In a barrier of gloo only rank 0 learns who is missing, and the others
+        that rank 0 broke off; so it writes what it knows, and they read it, for up to ``GRACE``.
+        """
+        if self._store is None:
+            return cause
+        key = f"barrier/{number}"
+        try:
+            if self._rank == 0:
+                self._store.set(key, cause)
+                return cause
+            deadline = time.monotonic() + GRACE.total_seconds()
+            while not self._store.check([key]):
+                if time.monotonic() > deadline:
+                    return f"[Rank {self._rank}]: rank 0 is missing: {cause}"
+                time.sleep(0.05)
+            return str(self._store.get(key).decode())
+        except RuntimeError:
+            return cause
+
     def _standings(self, number: int) -> dict[int, int | None] | None:
         """Where each other rank says that it is; None for those that say nothing."""
         if self._store is None:
