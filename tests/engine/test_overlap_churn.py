@@ -12,7 +12,7 @@ from zero1ckpt.engine.zero1 import Zero1Optimizer as Engine
 from zero1ckpt.training import Zero1Optimizer
 
 
-def churn(rank, steps):
+def churn(rank, steps, align=True):
     """Replicas are bit-equal after every step, and equal to those trained without overlap.
 
     Unused branches differ by rank; modules run in another order each step, twice, or not at all; micro-batches,
@@ -22,6 +22,7 @@ def churn(rank, steps):
     on = Engine(
         models[0], torch.optim.AdamW, bucket_size=64, overlap_grad_reduce=True, overlap_param_gather=True, **ADAMW
     )
+    on._params.gatherer._align = align
     off = Engine(models[1], torch.optim.AdamW, bucket_size=64, **ADAMW)
     together, alone = random.Random(1), random.Random(100 + rank)
     for step in range(steps):
@@ -47,8 +48,9 @@ def churn(rank, steps):
 
 
 @pytest.mark.dist
-def test_churn():
-    run_ranks(3, churn, 25)
+@pytest.mark.parametrize("align", [True, False])
+def test_churn(align):
+    run_ranks(3, churn, 20, align)
 
 
 @pytest.mark.dist

@@ -115,6 +115,21 @@ def equal_to_off(rank):
         optimizers[1].verify_replicas()
 
 
+def loss_scales(rank):
+    """float16: one rank's overflow makes all leave the step out, whatever was in flight."""
+    models = [Net(torch.float16), Net(torch.float16)]
+    for on, model in zip((False, True), models, strict=True):
+        optimizer = build(model, on, loss_scale="dynamic", overlap_param_gather=on)
+        skipped = []
+        for step in range(4):
+            loss = optimizer.scale(loss_of(model, step, rank)) / 2**10
+            (loss * (float("inf") if step == 1 and rank == 1 else 1.0)).backward()
+            optimizer.step()
+            skipped.append(optimizer.last.skipped)
+        assert skipped == [False, True, False, False]
+    assert_same(params_of(models[0]), params_of(models[1]))
+
+
 def frozen_after_its_bucket_was_sent(rank):
     models = [Net(), Net()]
     for on, model in zip((False, True), models, strict=True):
@@ -264,6 +279,7 @@ CASES = [
     order_of_launches,
     a_late_buffer_holds_nothing_back,
     equal_to_off,
+    loss_scales,
     frozen_after_its_bucket_was_sent,
     two_backwards,
     checkpointed,

@@ -20,6 +20,7 @@ from ..core.errors import UsageError
 from .bucket_order import BucketRef
 from .buffers import ParamGradBuffer
 from .collectives import Communicator, Pending
+from .overlap_params import launch_all
 from .side_stream import SideStream
 
 __all__ = ["GradReducer"]
@@ -112,6 +113,7 @@ class GradReducer:
         """Launch all buckets before ``end`` that are not under way, as one where the backend can."""
         if end <= self.launched:
             return
+        launch_all()
         pairs = []
         for position in range(self.launched, end):
             bucket = self._bucket(position)

@@ -3,7 +3,9 @@
 Every gather is launched inside ``step()``, in the order in which the buckets are first needed: what remains is this
 rank's own waiting. So ranks need not run the same modules afterwards, and rank 0 may evaluate alone. With
 ``align_param_gather=False`` only the first buckets are, and each wait launches further ones: the link is left to
-others for longer, but a rank that stops calling modules then holds up those that go on.
+others for longer, but a rank that stops calling modules then holds up those that go on. Ranks then stand at different
+places, so all that is left is launched before any other message of the engine, of whichever optimizer: messages of one
+group are told apart by their order only.
 
 Until a bucket has been waited for its memory is being written to, and its params must not be read. ``ParamGuard`` sees
 to that for all that goes through modules.
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
-from weakref import WeakSet
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -24,7 +27,7 @@ from .collectives import Communicator, Pending
 from .param_watch import ParamWatch
 from .side_stream import SideStream
 
-__all__ = ["ParamGatherer"]
+__all__ = ["ParamGatherer", "launch_all"]
 
 AHEAD = 2
 """Buckets that travel before the first is waited for, with ``align_param_gather=False``."""
@@ -61,7 +64,7 @@ class ParamGatherer:
         self._queue: list[int] = []
         self._pending: dict[int, Pending | None] = {}
         self.on_gathered: Callable[[int], None] = lambda position: None
-        _LIVE.add(self)
+        _LIVE[next(_NUMBERS)] = self
 
     @property
     def in_flight(self) -> bool:
@@ -95,7 +98,7 @@ class ParamGatherer:
         return self._side.begin(lambda: [self._comm.begin_all_gather(bucket)], [bucket])[0]
 
     def launch_rest(self) -> None:
-        """Before any other message of the group: with ``align_param_gather=False`` ranks stand at different places."""
+        """Launch all that waits for its turn."""
         self._launch(len(self._queue))
 
     # ------------------------------------------------------------------------------------------------------------ wait
@@ -139,13 +142,21 @@ class ParamGatherer:
         self.order = tuple(dict.fromkeys([*needed, *self.order]))
 
 
-_LIVE: WeakSet[ParamGatherer] = WeakSet()
+_NUMBERS = count()
+_LIVE: WeakValueDictionary[int, ParamGatherer] = WeakValueDictionary()
+"""All there are, in the order in which they were made, which is the same on all ranks of a group."""
+
+
+def launch_all() -> None:
+    """Of every optimizer in this process: before any other message."""
+    for gatherer in list(_LIVE.values()):
+        gatherer.launch_rest()
 
 
 @atexit.register
 def _finish_all() -> None:
     """A process that ends with its last slices unsent would leave the others without them."""
-    for gatherer in list(_LIVE):
+    for gatherer in list(_LIVE.values()):
         try:
             gatherer.wait_all()
         except (RuntimeError, Zero1CkptError):  # the group is gone, and with it whoever could wait

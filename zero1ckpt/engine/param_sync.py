@@ -13,7 +13,7 @@ from .bucket_order import BucketRef
 from .buffers import ParamGradBuffer
 from .collectives import Communicator
 from .control import ControlPlane
-from .overlap_params import ParamGatherer
+from .overlap_params import ParamGatherer, launch_all
 from .param_guard import ParamGuard
 from .param_places import ParamPlaces
 from .param_watch import ParamWatch
@@ -50,6 +50,7 @@ class ParamSync:
     def publish(self, cast: Callable[[BucketRef], None]) -> None:
         """``cast`` brings this rank's new values of a bucket into the param buffer; then gather all buckets."""
         self._agree_on_order()
+        launch_all()
         for position in self.gatherer.order:
             cast(self._refs[position])
             self.gatherer.put(position)

@@ -46,6 +46,12 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
     optimizer's class, which gets ``options``. Gradients are averaged over ``process_group`` (default: the default
     group; without one, one rank). Params start with rank 0's values.
 
+    ``overlap_grad_reduce``: a bucket is sent as its last gradient arrives, in the last backward before ``step()`` (mark
+    the others with ``no_sync()``). ``overlap_param_gather``: updated params are gathered while the next forward runs;
+    modules wait for their own. It needs the model: without one, and for what torch.compile has traced, ``step()``
+    waits. ``align_param_gather=False`` launches gathers one by one as they are needed, not all of them in ``step()``:
+    where ranks run the same modules and others need the links, as in a pipeline. None of these changes a result.
+
     ``grad_dtype``: of ``main_grad``, in which micro-batches add up (default float32, whatever the param).
     ``loss_scale``: a number, "dynamic" or a ``DynamicScale``; see ``mixed_precision`` for skipped steps and schedulers.
     ``reduce``: see the table in ``reductions``. ``elementwise=True``: no probe whether the optimizer may be sharded.
