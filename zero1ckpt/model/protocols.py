@@ -105,7 +105,11 @@ class Format(Protocol):
 
     @property
     def shared_blobs(self) -> bool:
-        """Whether several ranks write parts of one blob; if not, blob ``r`` is written by rank ``r``."""
+        """Whether several ranks write parts of one blob.
+
+        If not, each blob has one writer: of blob ``r`` it is rank ``r`` where the layout is kept, else the rank that
+        holds most of it, to which the others send what they hold.
+        """
 
     def normalize(self, options: FormatOptions) -> FormatOptions:
         """The options that this format knows, with its defaults. Raises ``UsageError`` for values out of range."""

@@ -15,7 +15,7 @@ from .execute import Copier, Job, run_jobs
 from .plan import Correspondence, plan_blob, plan_push
 from .prove import Prover
 
-__all__ = ["BlobReport", "PartCopy", "Share", "copy_part", "push_part", "seal_blobs"]
+__all__ = ["BlobReport", "PartCopy", "Share", "copy_part", "push_part", "report_blob", "seal_blobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Reports:
     done: dict[int, BlobReport] = field(default_factory=dict)
 
     def add(self, blob: int, files: Sequence[FileEntry], pieces: Sequence[int]) -> None:
-        self.done[blob] = _report(self.part.dst, self.part.format, blob, files, pieces)
+        self.done[blob] = report_blob(self.part.dst, self.part.format, blob, files, pieces)
 
 
 def copy_part(
@@ -142,12 +142,13 @@ def seal_blobs(format: Format, catalog: Catalog, area: Area, added: Sequence[Map
             for piece, crc in share.crcs.items():
                 pieces[piece] ^= crc
         files = format.attach(area, catalog, blob).seal(pieces, [share.told for share in shares])
-        reports.append(_report(catalog, format, blob, files, pieces))
+        reports.append(report_blob(catalog, format, blob, files, pieces))
     return reports
 
 
-def _report(
+def report_blob(
     catalog: Catalog, format: Format, blob: int, files: Sequence[FileEntry], pieces: Sequence[int]
 ) -> BlobReport:
+    """What a blob's files and pieces come to. Pure."""
     extents, cuts = catalog.placement.extents(blob), format.cuts(catalog, blob)
     return BlobReport(files, fold_pieces(catalog.state, extents, cuts, pieces))

@@ -23,8 +23,8 @@ __all__ = ["Absent", "PartHeader", "RankReport", "Written", "make_shared_blobs",
 
 Absent = dict[str, frozenset[tuple[int, int]]]
 """(param index, slot index) of tensors without a value, by part."""
-Written = BlobReport | Mapping[int, Share]
-"""What a rank wrote of a part: its own blob, or its share of each shared one."""
+Written = Sequence[BlobReport] | Mapping[int, Share]
+"""What a rank wrote of a part: its own blobs, or its share of each shared one."""
 
 
 class PartHeader(NamedTuple):
@@ -40,21 +40,22 @@ class PartHeader(NamedTuple):
 
 
 class RankReport(NamedTuple):
-    """All that a rank tells rank 0. ``error`` is the line of what went wrong there."""
+    """All that a rank tells rank 0. ``error``: what went wrong there; ``sent``: bytes of tensors that it has sent."""
 
     error: Zero1CkptError | None
     parts: Mapping[str, tuple[PartHeader, Written]]
     files: Sequence[FileEntry]
     extra_digest: int | None
+    sent: int = 0
 
 
 def make_shared_blobs(request: SaveRequest, area: Area, headers: Sequence[Mapping[str, PartHeader]]) -> Absent:
-    """Makes the blobs that ranks write together, and tells which tensors are absent. Raises ``OutputError``."""
+    """Tells which tensors are absent, and makes the blobs that ranks write together. Raises ``OutputError``."""
     absent: Absent = {}
     for name in dict.fromkeys(part for own in headers for part in own):
         planned = _plan(request, name, [own[name] for own in headers if name in own])
         absent[name] = planned.state.absent
-        for blob in range(planned.placement.blob_count):
+        for blob in range(planned.placement.blob_count if request.format.shared_blobs else 0):
             request.format.create(area, planned, blob).close()
     return absent
 
@@ -71,9 +72,9 @@ def merge_reports(request: SaveRequest, area: Area, reports: Sequence[RankReport
     for name in names:
         mine = [report.parts[name] for report in reports if name in report.parts]
         planned = _plan(request, name, [header for header, _ in mine])
-        blobs = [written for _, written in mine if isinstance(written, BlobReport)]
+        blobs = [blob for _, written in mine if not isinstance(written, Mapping) for blob in written]
         if request.format.shared_blobs:
-            added = [written for _, written in mine if not isinstance(written, BlobReport)]
+            added = [written for _, written in mine if isinstance(written, Mapping)]
             blobs = seal_blobs(request.format, planned, area, added)
         parts.append(part_manifest(planned, blobs))
         files += [entry for blob in blobs for entry in blob.files] + write_derived(area, request.format, planned)

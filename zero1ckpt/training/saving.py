@@ -1,7 +1,8 @@
-"""Saving from the ranks of a run: each writes what it owns, rank 0 publishes. No tensor byte is sent.
+"""Saving from the ranks of a run: each writes what it owns, rank 0 publishes. No tensor byte is sent, but for formats
+whose blobs hold what several ranks own and have one writer.
 
 Messages of a save: rank 0 tells that the folder is there, every rank reports the checksums of its fragments (the one
-barrier), rank 0 tells how it ended. Where ranks write into the same files, each first tells what it has.
+barrier), rank 0 tells how it ended. Where files hold what several ranks own, each first tells what it has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -38,6 +40,7 @@ from ..model.state import PartState, SlotSpec
 from ..model.values import Json
 from ..registry import DEFAULT_FORMAT, find_format
 from ..resharding.copying import PartCopy, copy_part, push_part
+from ..resharding.gathering import gather_part
 from ..resharding.plan import correspond
 from ..storage.staging import Area, Staging, staged
 from .merging import Absent, PartHeader, RankReport, Written, make_shared_blobs, merge_reports
@@ -56,10 +59,11 @@ VALUE_KEY = "zero1ckpt.value"
 
 
 class SaveHandle:
-    """A save that has ended. ``path`` is the checkpoint."""
+    """A save that has ended. ``path`` is the checkpoint; ``sent_bytes`` of tensors the ranks have sent each other."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sent_bytes: int = 0) -> None:
         self.path = path
+        self.sent_bytes = sent_bytes
 
     def wait(self) -> Path:
         return self.path
@@ -119,7 +123,8 @@ def save(
         given = options or FormatOptions()
         return _request(path, optimizers, format, container, given, extra, rank_extra, model, overwrite, first=first)
 
-    return SaveHandle(_save(together(control, "arguments of save", read), control))
+    request = together(control, "arguments of save", read)
+    return SaveHandle(request.path, _save(request, control))
 
 
 def check_whole(optimizer: Engine) -> None:
@@ -172,19 +177,20 @@ def _model_entry(kind: str, data: TensorData) -> ModelTensor:
     return ModelTensor(name, kind, dtype, list(shape), format_digest(digest))
 
 
-def _save(request: SaveRequest, control: ControlPlane) -> Path:
+def _save(request: SaveRequest, control: ControlPlane) -> int:
+    """Saves; the bytes of tensors that all ranks have sent."""
     headers = _exchange_headers(request, control)
     if control.rank:
         root, absent = _agreed(control, None, "the folder of a save")
         report, raised = _write(request, Area(Path(root)), control, absent)
         control.gather(report, "the reports of a save")
         try:
-            _agreed(control, None, "the end of a save")
+            sent: int = _agreed(control, None, "the end of a save")
+            return sent
         except Zero1CkptError:
             if raised is not None:
                 raise raised from None
             raise
-        return request.path
     staging, absent = _open_staging(request, control, headers)
     with staged(staging):
         report, raised = _write(request, staging, control, absent)
@@ -197,13 +203,14 @@ def _save(request: SaveRequest, control: ControlPlane) -> Path:
         except BaseException as error:
             _tell(control, error, "the end of a save")
             raise
-    _tell(control, None, "the end of a save")
-    return request.path
+    sent = sum(told.sent for told in reports)
+    control.broadcast((None, sent), "the end of a save")
+    return sent
 
 
 def _exchange_headers(request: SaveRequest, control: ControlPlane) -> list[dict[str, PartHeader]] | None:
-    """Where ranks write into the same blobs, rank 0 must know all parts before these can be made."""
-    if not request.format.shared_blobs:
+    """Where blobs hold what several ranks own, all parts must be known before these can be made."""
+    if request.format.keeps_layout:
         return None
     mine = {part: part_header(optimizer) for part, optimizer in request.optimizers.items()}
     return control.gather(mine, "the headers of a save")
@@ -232,10 +239,10 @@ def _payload_bytes(optimizer: Engine) -> int:
     return sum(slot.itemsize for slot in optimizer.slot_specs()) * optimizer.layout.numel
 
 
-def _tell(control: ControlPlane, error: BaseException | None, what: str) -> None:
-    """Rank 0 says how it went; whatever is not an error of ours still ends the others."""
-    told = None if error is None else as_report(error)
-    control.broadcast((None if told is None else (type(told), str(told)), None), what)
+def _tell(control: ControlPlane, error: BaseException, what: str) -> None:
+    """Rank 0 says what went wrong; whatever is not an error of ours still ends the others."""
+    told = as_report(error)
+    control.broadcast(((type(told), str(told)), None), what)
 
 
 def _agreed(control: ControlPlane, value: Any, what: str) -> Any:
@@ -254,12 +261,13 @@ def _write(
 
     Whatever it is: a rank that left here, interrupted or out of memory, would keep the others waiting.
     """
-    parts: dict[str, tuple[PartHeader, Written]] = {}
     files: list[FileEntry] = []
     try:
-        for part, optimizer in request.optimizers.items():
-            written = _write_part(request, area, part, optimizer, absent.get(part))
-            parts[part] = (part_header(optimizer), written)
+        written = {
+            part: _write_part(request, area, part, request.optimizers[part], absent.get(part))
+            for part in sorted(request.optimizers)  # ranks that have several parts in common come to them in one order
+        }
+        parts = {part: (part_header(o), written[part][0]) for part, o in request.optimizers.items()}
         if request.has_rank_extra:
             files.append(_write_rank_extra(request, area, control))
         if control.rank == 0:
@@ -267,14 +275,16 @@ def _write(
             files += write_extra(area, [*tensors, *request.extra_tensors])
             if request.model:
                 files.append(write_tensor_file(area.path(MODEL_FILE), MODEL_FILE, [data for _, data in request.model]))
-        return RankReport(None, parts, files, _extra_digest(request)), None
+        sent = sum(sent for _, sent in written.values())
+        return RankReport(None, parts, files, _extra_digest(request), sent), None
     except BaseException as error:
         return RankReport(as_report(error), {}, [], None), error
 
 
 def _write_part(
     request: SaveRequest, area: Area, part: str, optimizer: Engine, absent: frozenset[tuple[int, int]] | None
-) -> Written:
+) -> tuple[Written, int]:
+    """What this rank has written of a part, and the bytes that it has sent."""
     state = live_state(optimizer, absent)
     image = IMAGE.plan(state, optimizer.layout, part, "", FormatOptions())
     planned = request.format.plan(state, optimizer.layout, part, part_prefix(part), request.options)
@@ -283,8 +293,34 @@ def _write_part(
     copy = PartCopy(image, live_blobs(optimizer, state.slots), planned, request.format, match)
     window = window_bytes(None, 1)
     if request.format.shared_blobs:
-        return push_part(copy, area, optimizer.rank, window_bytes=window)
-    return copy_part(copy, area, [optimizer.rank], workers=1, window_bytes=window, prove=False)[0]
+        return push_part(copy, area, optimizer.rank, window_bytes=window), 0
+    if not request.format.keeps_layout:
+        peers = _Peers(optimizer.control)
+        return gather_part(copy, area, peers), peers.sent
+    return copy_part(copy, area, [optimizer.rank], workers=1, window_bytes=window, prove=False), 0
+
+
+class _Peers:
+    """The ranks of one optimizer, which send each other parts of blobs over the control plane's group."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self.rank, self.size = control.rank, control.size
+        self.sent = 0
+        self._group = control._group  # of gloo, whatever the tensors' own is
+
+    def swap(self, to: int, out: memoryview, origin: int, into: memoryview) -> None:
+        assert self._group is not None
+        works = []
+        if out.nbytes:
+            data = torch.frombuffer(out, dtype=torch.uint8)
+            works.append(dist.isend(data, dist.get_global_rank(self._group, to), self._group))
+            self.sent += out.nbytes
+        if into.nbytes:
+            data = torch.frombuffer(into, dtype=torch.uint8)
+            works.append(dist.irecv(data, dist.get_global_rank(self._group, origin), self._group))
+        for work in works:
+            if work is not None:
+                work.wait()
 
 
 def live_state(optimizer: Engine, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
