@@ -7,13 +7,20 @@ import difflib
 from .core.errors import UnsupportedError
 from .formats.bucket_shards import BucketShards
 from .formats.fully_reshardable import FullyReshardable
+from .formats.fully_reshardable_torch_dist import FullyReshardableTorchDist
 from .formats.fully_reshardable_zarr import FullyReshardableZarr
 from .formats.fully_sharded_model_space import FullyShardedModelSpace
 from .model.protocols import Format
 
 __all__ = ["DEFAULT_FORMAT", "FORMATS", "find_format"]
 
-_PLUGINS: tuple[Format, ...] = (BucketShards(), FullyReshardable(), FullyReshardableZarr(), FullyShardedModelSpace())
+_PLUGINS: tuple[Format, ...] = (
+    BucketShards(),
+    FullyReshardable(),
+    FullyReshardableTorchDist(),
+    FullyReshardableZarr(),
+    FullyShardedModelSpace(),
+)
 
 FORMATS: dict[tuple[str, str], Format] = {(plugin.name, plugin.container): plugin for plugin in _PLUGINS}
 """Plug-ins by format and container; a format's first container is its default."""

@@ -237,7 +237,9 @@ def test_no_file_says_where_when_or_from_what(format, container, work, monkeypat
 
 @every_format
 def test_padding_is_zero_on_disk(format, container, work):
-    """All stored values are ones, so every other byte of a payload must be zero."""
+    """All stored values are ones, so every other byte of a payload must be zero, where the format says so."""
+    if not FORMATS[format, container].zero_padding:
+        pytest.skip("what lies between tensors is structure of the container")
     state = {f"w{i}": {"fp32_param": torch.full((n,), 1.0)} for i, n in enumerate((1, 70, 0, 129, 300))}
     write(work / "a", state, 5, 64, format, container)
     reshard(work / "a", work / "b", 3, "none")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,15 +19,24 @@ from ..model.catalog import Catalog, Extents, digest_tensors, fold_pieces
 from ..model.manifest import MANIFEST_NAME, FileEntry, make_part, whole_digest
 from ..model.numeric import first_negative, first_nonfinite
 from ..model.protocols import Progress, Source
-from ..model.state import PartState
-from ..model.values import same_value
+from ..model.state import Scalar
+from ..model.values import decode_value
 from .commit import workers_or_default
-from .stored import EXTRA_FILE, MODEL_FILE, Stored, describe
+from .stored import MODEL_FILE, Stored, describe
 
-__all__ = ["Finding", "Verification", "verify"]
+__all__ = ["Finding", "Verification", "in_parallel", "verify"]
 
 _READ_BYTES = 8 * 2**20
-_NOT_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+_NOT_NEGATIVE = frozenset(
+    {
+        *("exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adam and its kin
+        *("sum", "square_avg", "acc_delta", "step_size"),  # Adagrad, RMSprop, Adadelta, Rprop
+        *("exp_avg_sq_row", "exp_avg_sq_col", "row_var", "col_var"),  # factored second moments
+    }
+)
+"""Slots that are sums of squares or sizes, by the names of torch's optimizers and of Adafactor's."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +74,15 @@ def verify(
     deep: bool = False,
     against: str | os.PathLike[str] | None = None,
     workers: int | None = None,
+    memory_limit: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Checks files, sizes, headers and digests; ``deep`` reads all data and checks checksums and values too.
 
     ``against``: proves that another checkpoint holds the same params, slots, values, groups, step and extra state,
-    whatever its layout. Raises ``MissingError`` or ``CorruptError`` where the manifest cannot be read.
+    whatever its layout. ``memory_limit``: bytes of data in flight.
+
+    Raises ``MissingError`` or ``CorruptError`` where the manifest cannot be read.
     """
     stored = describe(path, check_files=False)
     result = Verification()
@@ -81,11 +94,26 @@ def verify(
         digests += _check_part(stored, catalog, broken, result)
     result.findings += digests
     _check_totals(stored, result)
+    for catalog in stored.catalogs.values():
+        _check_steps(catalog, result)
+    _check_parts(stored, result)
     if deep:
         _check_data(stored, broken, result, workers_or_default(workers), progress)
     if against is not None:
-        result.findings += _compare(stored, describe(against, check_files=False))
+        result.findings += _differences(stored, describe(against, check_files=False), workers, memory_limit)
     return result
+
+
+def _differences(a: Stored, b: Stored, workers: int | None, memory_limit: int | None) -> list[Finding]:
+    """From digests; where one side has none, from data."""
+    from .comparison import compare, read_changed  # which imports findings from here
+
+    try:
+        found = compare(a, b)
+        read_changed(found, only_unknown=True, workers=workers, memory_limit=memory_limit)
+    except Zero1CkptError as error:
+        return [Finding("unreadable", str(error), file=error.file)]
+    return found.findings
 
 
 def _check_files(stored: Stored) -> list[Finding]:
@@ -169,6 +197,54 @@ def _check_totals(stored: Stored, result: Verification) -> None:
         result.findings.append(Finding("wrong_digest", "the checkpoint's digest is not that of its parts"))
 
 
+def _check_steps(catalog: Catalog, result: Verification) -> None:
+    """Counts of updates, which are scalars of params and values of groups.
+
+    Those of one group may differ, where params were left out of a step, and so may the part's, where params came later
+    or the inner optimizer was made anew: worth knowing, and no damage. A count that no optimizer makes is damage.
+    """
+    state, part = catalog.state, catalog.part
+    seen: dict[int, dict[float, str]] = {}
+    for i, spec in enumerate(state.params):
+        for slot, scalar in state.scalars_of(i).items():
+            problem = _impossible(slot, scalar)
+            if problem:
+                message = f"{spec.name}: {slot} is {scalar.value}, {problem}"
+                result.findings.append(Finding("impossible_scalar", message, part, spec.name, slot))
+            elif slot == "step":
+                seen.setdefault(spec.group, {}).setdefault(scalar.value, spec.name)
+    for group, steps in seen.items():
+        if len(steps) > 1:
+            (low, first), (high, last) = min(steps.items()), max(steps.items())
+            message = f"group {group}: step is {low:g} for {first} and {high:g} for {last}"
+            result.notices.append(Finding("steps_differ", message, part, first, "step"))
+        if max(steps) > state.step:
+            message = f"{steps[max(steps)]}: step is {max(steps):g}, and the whole part has made {state.step} updates"
+            result.notices.append(Finding("step_beyond", message, part, steps[max(steps)], "step"))
+    stated = [decode_value(dict(group)).get("step") for group in state.groups]
+    known = {step for step in stated if isinstance(step, int | float)}
+    if known - {state.step}:
+        message = f"groups state step {', '.join(f'{step:g}' for step in sorted(known))}, the part {state.step}"
+        result.notices.append(Finding("steps_differ", message, part))
+
+
+def _impossible(slot: str, scalar: Scalar) -> str:
+    """What is wrong with a scalar; empty where nothing is."""
+    if scalar.value - scalar.value != 0:
+        return "which is not finite"
+    if scalar.value < 0 and (slot == "step" or slot in _NOT_NEGATIVE):
+        return "which cannot be negative"
+    return ""
+
+
+def _check_parts(stored: Stored, result: Verification) -> None:
+    """Parts of one checkpoint were saved together; those that step together have made as many updates."""
+    steps: Mapping[str, int] = {name: catalog.state.step for name, catalog in stored.catalogs.items()}
+    if len(set(steps.values())) > 1:
+        message = ", ".join(f"{name!r} {step}" for name, step in steps.items())
+        result.notices.append(Finding("steps_differ", f"the parts have made different numbers of updates: {message}"))
+
+
 def _check_data(
     stored: Stored, broken: set[str | None], result: Verification, workers: int, progress: Progress | None
 ) -> None:
@@ -177,7 +253,7 @@ def _check_data(
 
     def check(job: tuple[Catalog, Source, int]) -> None:
         catalog, source, blob = job
-        reader = _BlobReader(catalog, source, blob)
+        reader = _BlobReader(catalog, source, blob, zero_padding=stored.format.zero_padding)
         try:
             for nbytes in reader.run():
                 if progress is not None:
@@ -196,8 +272,7 @@ def _check_data(
         for blob in range(catalog.placement.blob_count)
         if catalog.placement.blob_key(blob) not in broken
     ]
-    with ThreadPoolExecutor(workers, thread_name_prefix="zero1ckpt") as pool:
-        list(pool.map(check, jobs))
+    in_parallel(iter(jobs), check, workers)
     for entry in stored.other_files():
         if entry.path not in broken:
             result.findings += _check_tensors(stored, entry)
@@ -205,7 +280,7 @@ def _check_data(
 
 
 def _check_tensors(stored: Stored, entry: FileEntry) -> Iterator[Finding]:
-    """Reads all tensors of a file beside the state; those of the model must have the digests that the manifest states."""
+    """Reads all tensors of a file beside the state; those of the model must have the digests of the manifest."""
     header = check_tensor_file(stored.store, entry)
     stated = {model.name: model for model in stored.manifest.model} if entry.path == MODEL_FILE else {}
     for tensor in header.tensors:
@@ -227,8 +302,9 @@ def _check_tensors(stored: Stored, entry: FileEntry) -> Iterator[Finding]:
 class _BlobReader:
     """Reads one payload in windows of whole pieces; keeps what it finds, one finding a piece or slice at most."""
 
-    def __init__(self, catalog: Catalog, source: Source, blob: int) -> None:
+    def __init__(self, catalog: Catalog, source: Source, blob: int, *, zero_padding: bool) -> None:
         self.catalog = catalog
+        self.zero_padding = zero_padding
         self.source = source
         self.blob = blob
         self.findings: list[Finding] = []
@@ -253,11 +329,11 @@ class _BlobReader:
         file = self.source.label(self.blob)
         key = self.catalog.placement.blob_key(self.blob)
         if row < 0 or low >= int(table.at[row] + table.nbytes[row]):
-            if np.frombuffer(data, np.uint8).any():
+            if self.zero_padding and np.frombuffer(data, np.uint8).any():
                 message = f"{file}: padding at payload byte {low} to {low + data.nbytes} is not zero"
                 self.findings.append(Finding("nonzero_padding", message, self.catalog.part, file=key))
             elif crc64(data) != stated:
-                message = f"{file}: checksum of padding at payload byte {low} is wrong"
+                message = f"{file}: what lies between tensors at payload byte {low} does not match its checksum"
                 self.findings.append(Finding("damaged_data", message, self.catalog.part, file=key))
             return
         param, slot = int(table.param[row]), int(table.slot[row])
@@ -299,65 +375,30 @@ def _groups(cuts: IntColumn, limit: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _compare(a: Stored, b: Stored) -> list[Finding]:
-    """Differences in state, whatever the layouts, from digests alone."""
-    findings = []
+def in_parallel(jobs: Iterator[_T], work: Callable[[_T], None], workers: int) -> None:
+    """Does all jobs, which are made as they are needed; the first error stops the others and is raised."""
+    lock = threading.Lock()
+    stop = threading.Event()
 
-    def differs(kind: str, message: str, part: str = "", param: str | None = None, slot: str | None = None) -> None:
-        findings.append(Finding(kind, message, part, param, slot))
+    def run() -> None:
+        try:
+            while not stop.is_set():
+                with lock:
+                    try:
+                        job = next(jobs)
+                    except StopIteration:
+                        return
+                work(job)
+        except BaseException:
+            stop.set()
+            raise
 
-    for part in sorted(a.catalogs.keys() ^ b.catalogs.keys()):
-        differs("missing_part", f"part {part!r} is only in one of the two", part)
-    for part in sorted(a.catalogs.keys() & b.catalogs.keys()):
-        findings += _compare_parts(part, a.catalogs[part], b.catalogs[part])
-    mine, theirs = a.manifest, b.manifest
-    if not same_value(mine.extra, theirs.extra) or _digest(a, EXTRA_FILE) != _digest(b, EXTRA_FILE):
-        differs("different_extra", "the extra state differs")
-    if mine.model != theirs.model:
-        differs("different_model", "the stored model buffers or frozen params differ")
-    ranks = [entry for entry in a.other_files() if entry.path.startswith("rank_extra-")]
-    if mine.rank_extra != theirs.rank_extra or any(_digest(b, e.path) != e.digest for e in ranks):
-        differs("different_rank_extra", "the rank-bound state differs")
-    return findings
-
-
-def _digest(stored: Stored, path: str) -> str | None:
-    entry = stored.files.get(path)
-    return entry.digest if entry else None
-
-
-def _compare_parts(part: str, a: Catalog, b: Catalog) -> Iterator[Finding]:
-    if a.state.step != b.state.step:
-        yield Finding("different_step", f"step is {a.state.step} in one and {b.state.step} in the other", part)
-    mine, theirs = _by_name(a), _by_name(b)
-    for name, slot in sorted(mine.keys() ^ theirs.keys()):
-        where = "first" if (name, slot) in mine else "second"
-        yield Finding("missing_tensor", f"{name}: {slot} is only in the {where}", part, name, slot)
-    for name, slot in sorted(mine.keys() & theirs.keys()):
-        if mine[name, slot] != theirs[name, slot]:
-            yield Finding("different_values", f"{name}: {slot} differs", part, name, slot)
-    for name in a.state.index.keys() & b.state.index.keys():
-        yield from _compare_params(part, name, a.state, b.state)
-    if a.state.index.keys() == b.state.index.keys() and list(a.state.index) != list(b.state.index):
-        yield Finding("different_order", "the params are registered in another order", part)
-    if not same_value([dict(g) for g in a.state.groups], [dict(g) for g in b.state.groups]):
-        yield Finding("different_groups", "the groups' hyper-parameters differ", part)
-    if a.state.loss_scale != b.state.loss_scale:
-        scales = f"{a.state.loss_scale} in one and {b.state.loss_scale} in the other"
-        yield Finding("different_loss_scale", f"the dynamic loss scale is {scales}", part)
-
-
-def _compare_params(part: str, name: str, a: PartState, b: PartState) -> Iterator[Finding]:
-    mine, theirs = a.params[a.index[name]], b.params[b.index[name]]
-    if mine != theirs:
-        yield Finding("different_param", f"{name}: found {theirs}, expected {mine}", part, name)
-    own, other = dict(a.scalars_of(a.index[name])), dict(b.scalars_of(b.index[name]))
-    for slot in sorted(own.keys() | other.keys()):
-        if repr(own.get(slot)) != repr(other.get(slot)):
-            message = f"{name}: {slot} is {own.get(slot)} in one and {other.get(slot)} in the other"
-            yield Finding("different_scalar", message, part, name, slot)
-
-
-def _by_name(catalog: Catalog) -> dict[tuple[str, str], int]:
-    state = catalog.state
-    return {(state.params[p].name, state.slots[s].name): digest for (p, s), digest in catalog.digests.items()}
+    with ThreadPoolExecutor(workers, thread_name_prefix="zero1ckpt") as pool:
+        futures = [pool.submit(run) for _ in range(workers)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            stop.set()
+            raise
+    for future in futures:
+        future.result()

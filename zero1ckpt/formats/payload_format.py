@@ -29,6 +29,7 @@ class PayloadFormat(ABC):
     container = "safetensors"
     keeps_layout = True
     shared_blobs = False
+    zero_padding = True
 
     @abstractmethod
     def plan(

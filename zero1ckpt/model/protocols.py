@@ -111,6 +111,10 @@ class Format(Protocol):
         holds most of it, to which the others send what they hold.
         """
 
+    @property
+    def zero_padding(self) -> bool:
+        """Whether bytes of a payload that belong to no tensor are zero; if not, they are structure of the container."""
+
     def normalize(self, options: FormatOptions) -> FormatOptions:
         """The options that this format knows, with its defaults. Raises ``UsageError`` for values out of range."""
 
