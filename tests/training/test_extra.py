@@ -322,6 +322,19 @@ def test_several_optimizers_are_parts(work):
         opt_d.load(work / "c", part="gen")
 
 
+def test_tensors_in_the_groups_of_several_parts(work):
+    """Each part's are its own, though groups and keys have the same names."""
+    made = {name: make()[1] for name in ("a", "b/c", "")}
+    for i, optimizer in enumerate(made.values()):
+        optimizer.param_groups[0]["target"] = torch.arange(3.0) * i
+    zero1ckpt.save(work / "c", made)
+    assert not zero1ckpt.verify(work / "c", deep=True).findings
+    for i, name in enumerate(made):
+        _, loaded = make()
+        loaded.load(work / "c", part=name)
+        assert torch.equal(loaded.param_groups[0]["target"], torch.arange(3.0) * i)
+
+
 def test_no_parts_at_all(work):
     with pytest.raises(UsageError, match="no optimizers"):
         zero1ckpt.save(work / "c", {})

@@ -212,7 +212,7 @@ def _exchange_headers(request: SaveRequest, control: ControlPlane) -> list[dict[
     """Where blobs hold what several ranks own, all parts must be known before these can be made."""
     if request.format.keeps_layout:
         return None
-    mine = {part: part_header(optimizer) for part, optimizer in request.optimizers.items()}
+    mine = {part: part_header(optimizer, part) for part, optimizer in request.optimizers.items()}
     return control.gather(mine, "the headers of a save")
 
 
@@ -267,11 +267,11 @@ def _write(
             part: _write_part(request, area, part, request.optimizers[part], absent.get(part))
             for part in sorted(request.optimizers)  # ranks that have several parts in common come to them in one order
         }
-        parts = {part: (part_header(o), written[part][0]) for part, o in request.optimizers.items()}
+        parts = {part: (part_header(o, part), written[part][0]) for part, o in request.optimizers.items()}
         if request.has_rank_extra:
             files.append(_write_rank_extra(request, area, control))
         if control.rank == 0:
-            tensors = [data for o in request.optimizers.values() for data in group_values(o.group_values(), "")[1]]
+            tensors = [data for p, o in request.optimizers.items() for data in group_values(o.group_values(), p)[1]]
             files += write_extra(area, [*tensors, *request.extra_tensors])
             if request.model:
                 files.append(write_tensor_file(area.path(MODEL_FILE), MODEL_FILE, [data for _, data in request.model]))
@@ -285,7 +285,7 @@ def _write_part(
     request: SaveRequest, area: Area, part: str, optimizer: Engine, absent: frozenset[tuple[int, int]] | None
 ) -> tuple[Written, int]:
     """What this rank has written of a part, and the bytes that it has sent."""
-    state = live_state(optimizer, absent)
+    state = live_state(optimizer, part, absent)
     image = IMAGE.plan(state, optimizer.layout, part, "", FormatOptions())
     planned = request.format.plan(state, optimizer.layout, part, part_prefix(part), request.options)
     same = type(planned.placement) is type(image.placement)
@@ -323,7 +323,7 @@ class _Peers:
                 work.wait()
 
 
-def live_state(optimizer: Engine, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
+def live_state(optimizer: Engine, part: str, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
     """What this rank knows of the optimizer: all but scalars, and absence only of what it owns a part of.
 
     ``absent``: (param, slot) of all ranks, where they have told each other.
@@ -332,18 +332,18 @@ def live_state(optimizer: Engine, absent: frozenset[tuple[int, int]] | None = No
     if absent is None:
         index = {slot.name: k for k, slot in enumerate(slots)}
         absent = frozenset((param, index[slot]) for param, slot in optimizer.local_absent())
-    groups, _ = group_values(optimizer.group_values(), "")
+    groups, _ = group_values(optimizer.group_values(), part)
     scale = optimizer.scaler.state()
     return PartState(optimizer.param_specs, slots, optimizer.applied_steps, groups, (), absent, scale)
 
 
-def part_header(optimizer: Engine) -> PartHeader:
+def part_header(optimizer: Engine, part: str) -> PartHeader:
     return PartHeader(
         optimizer.rank,
         optimizer.dp_size,
         optimizer.applied_steps,
         optimizer.layout.rules,
-        None if optimizer.rank else live_state(optimizer),
+        None if optimizer.rank else live_state(optimizer, part),
         optimizer.local_scalars(),
         frozenset(optimizer.local_absent()),
     )
