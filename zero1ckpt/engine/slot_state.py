@@ -49,8 +49,8 @@ class SlotState:
         for fragment in self._fragments:
             self._fill_known(fragment)
 
-    def _fill_known(self, fragment: OwnedFragment) -> None:
-        """Give ``fragment`` all state of a param before its first step, if all of it is known."""
+    def _fill_known(self, fragment: OwnedFragment, loaded: AbstractSet[str] = frozenset()) -> None:
+        """Give ``fragment`` all state of a param before its first step, if it is known; less ``loaded`` slots."""
         group = self._template.groups[fragment.spec.group]
         known = known_start(self._inner, fragment.spec.group, group)
         if not known:
@@ -59,7 +59,7 @@ class SlotState:
         for slot, value in known.items():
             if slot in group.scalars:
                 state[slot] = value_of(Scalar("float64", value), group.scalars[slot])
-            else:
+            elif slot not in loaded:
                 state[slot] = self._bind(fragment, slot, group.slots[slot]).fill_(value)
 
     def _bind(self, fragment: OwnedFragment, slot: str, dtype: torch.dtype) -> torch.Tensor:
@@ -174,8 +174,8 @@ class SlotState:
         names = [spec.name for spec in slots if spec.name != MAIN_PARAM]
         self._loaded.clear()
         for fragment in self._fragments:
-            self._clear(fragment)
             present = [slot for slot in names if (fragment.index, slot) not in absent]
+            self._clear(fragment, frozenset(present))
             given = scalars[fragment.index] if scalars else {}
             if present:
                 self._loaded.add(fragment.index)
@@ -208,21 +208,22 @@ class SlotState:
                 )
             value_of(scalar, known.get(slot))
 
-    def _clear(self, fragment: OwnedFragment) -> None:
+    def _clear(self, fragment: OwnedFragment, loaded: AbstractSet[str]) -> None:
         """Back to the state before the first step: the known start, or nothing and zero in the shards.
 
-        What the inner optimizer makes from the param when it is constructed cannot be made again, and stays.
+        What the inner optimizer makes from the param when it is constructed cannot be made again, and stays. The
+        memory of ``loaded`` slots is not touched: every byte of it is about to be written.
         """
         early = self._template.groups[fragment.spec.group].at_construction
         kept = {slot for slot, value in early.items() if value is None}
         for spec in self._store.slots:
-            if spec.name != MAIN_PARAM and spec.name not in kept:
+            if spec.name != MAIN_PARAM and spec.name not in kept and spec.name not in loaded:
                 self._store.view(spec.name, fragment).zero_()
         if fragment.main in self._inner.state:
             state = self._inner.state[fragment.main]
             for slot in [slot for slot in state if slot not in kept]:
                 del state[slot]
-        self._fill_known(fragment)
+        self._fill_known(fragment, loaded)
 
     def _install(self, fragment: OwnedFragment, slots: Sequence[str], scalars: Mapping[str, Scalar]) -> None:
         group = self._template.groups[fragment.spec.group]

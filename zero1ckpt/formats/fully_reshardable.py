@@ -72,9 +72,17 @@ class WholePlacement:
         """Payload byte of each tensor in its file."""
         _, _, nbytes, blob = self._tensors
         before = np.cumsum(nbytes) - nbytes
-        first = np.searchsorted(blob, np.arange(self.blob_count), side="left")
+        first = self._bounds[:-1]
         at: IntColumn = before - before[first][blob] if len(blob) else before
         return at
+
+    @cached_property
+    def _bounds(self) -> IntColumn:
+        """Place of the first tensor of each file, and one more entry for the end."""
+        return np.searchsorted(self._tensors[3], np.arange(self.blob_count + 1), side="left").astype(np.int64)
+
+    def _rows(self, blob: int) -> slice:
+        return slice(int(self._bounds[blob]), int(self._bounds[blob + 1]))
 
     @cached_property
     def _row_of(self) -> IntColumn:
@@ -93,12 +101,11 @@ class WholePlacement:
         return f"{self.prefix}optimizer-{blob + 1:05d}-of-{self.blob_count:05d}.safetensors"
 
     def payload_nbytes(self, blob: int) -> int:
-        _, _, nbytes, blobs = self._tensors
-        return int(nbytes[blobs == blob].sum())
+        return int(self._tensors[2][self._rows(blob)].sum())
 
     def tensors(self, blob: int) -> tuple[TensorEntry, ...]:
-        param, slot, nbytes, blobs = self._tensors
-        rows = np.flatnonzero(blobs == blob)
+        param, slot, nbytes, _ = self._tensors
+        rows = self._rows(blob)
         return tuple(
             TensorEntry(
                 tensor_name(self.state.params[p].name, self.state.slots[s].name),
@@ -114,7 +121,8 @@ class WholePlacement:
 
     def extents(self, blob: int) -> Extents:
         param, slot, nbytes, blobs = self._tensors
-        rows = np.flatnonzero((blobs == blob) & (nbytes > 0))
+        inside = self._rows(blob)
+        rows = inside.start + np.flatnonzero(nbytes[inside] > 0)
         size = nbytes[rows] // self.state.slot_bytes[slot[rows]]
         zero = np.zeros(len(rows), np.int64)
         return Extents(param[rows], slot[rows], zero, size, blobs[rows], self._at[rows], nbytes[rows])
@@ -136,6 +144,7 @@ class FullyReshardable(PayloadFormat):
     shared_blobs = True
 
     def normalize(self, options: FormatOptions) -> FormatOptions:
+        options.only("shard_bytes")
         shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
         if shard_bytes < 1:
             raise UsageError("shard size", found=shard_bytes, expected="at least 1 byte")

@@ -128,6 +128,7 @@ class FullyReshardableTorchDist:
     zero_padding = False
 
     def normalize(self, options: FormatOptions) -> FormatOptions:
+        options.only("shard_bytes")
         shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
         if shard_bytes < 1:
             raise UsageError("shard size", found=shard_bytes, expected="at least 1 byte")

@@ -15,7 +15,7 @@ import msgspec
 
 from ..core.digest import CHECKSUM, crc64, format_digest, merge_digests, parse_digest
 from ..core.dtypes import itemsize
-from ..core.errors import CorruptError, UnsupportedError
+from ..core.errors import CorruptError, UnsupportedError, UsageError
 from ..core.layout import LayoutRules
 from .catalog import PIECE_BYTES
 from .state import LossScale, ParamSpec, PartState, Scalar, SlotSpec
@@ -167,6 +167,17 @@ class FormatOptions(_Entry, frozen=True):
     shard_bytes: int | None = None
     chunk_bytes: int | None = None
     compression: str | None = None
+
+    def only(self, *names: str) -> FormatOptions:
+        """Itself, if nothing but ``names`` is chosen. Raises ``UsageError`` that names what does not apply."""
+        for name, value in msgspec.structs.asdict(self).items():
+            if value is not None and name not in names:
+                raise UsageError(
+                    f"the format has no option {name}",
+                    found=value,
+                    expected=f"only {', '.join(names)}" if names else None,
+                )
+        return self
 
 
 class Manifest(_Entry, frozen=True):

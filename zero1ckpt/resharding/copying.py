@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from ..core.errors import UsageError
 from ..model.catalog import Catalog, fold_pieces
 from ..model.manifest import FileEntry
 from ..model.protocols import Area, BlobWriter, Format, Progress, Source
@@ -16,6 +17,10 @@ from .plan import Correspondence, plan_blob, plan_push
 from .prove import Prover
 
 __all__ = ["BlobReport", "PartCopy", "Share", "copy_part", "push_part", "report_blob", "seal_blobs"]
+
+_LARGE_WINDOW = 16 * 2**20
+"""Smaller windows mean that memory is short."""
+_ALWAYS_HELD = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,12 @@ class _Reports:
 
     part: PartCopy
     done: dict[int, BlobReport] = field(default_factory=dict)
+    writers: list[BlobWriter] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Lets go of the files of blobs that were not completed, so that what is then removed is not held open."""
+        for writer in self.writers:
+            writer.close()
 
     def add(self, blob: int, files: Sequence[FileEntry], pieces: Sequence[int]) -> None:
         self.done[blob] = report_blob(self.part.dst, self.part.format, blob, files, pieces)
@@ -68,12 +79,14 @@ def copy_part(
 ) -> list[BlobReport]:
     """Writes whole blobs of one part into an area and reports each, in the order of ``blobs``.
 
-    Blobs that a resumed area holds already are taken over. Raises ``CorruptError``, ``OutputError``.
+    Blobs that a resumed area holds already are taken over. Raises ``CorruptError``, ``OutputError``, and ``UsageError``
+    where there is not the memory for a blob that is written whole.
     """
     reports = _Reports(part)
     prover = Prover(part.src, part.source) if prove else None
     copier = Copier(part.source, prover, window_bytes, progress=progress)
     wanted = list(blobs)
+    threads = _threads(part, wanted, workers, window_bytes)
 
     def jobs() -> Iterator[Job]:
         for blob in wanted:
@@ -85,8 +98,28 @@ def copy_part(
                 if progress is not None:
                     progress.advance(part.dst.placement.payload_nbytes(blob))
 
-    run_jobs(copier, jobs(), workers)
+    try:
+        run_jobs(copier, jobs(), threads)
+    finally:
+        reports.close()
     return [reports.done[blob] for blob in wanted]
+
+
+def _threads(part: PartCopy, blobs: Sequence[int], workers: int, window_bytes: int) -> int:
+    """Workers for which there is memory: a blob that is written whole is held, its values and what is stored of them.
+
+    Raises ``UsageError`` where one does not fit into windows that are smaller than they could be.
+    """
+    whole = [blob for blob in blobs if len(part.format.stops(part.dst, blob))]
+    held = 2 * max((part.dst.placement.payload_nbytes(blob) for blob in whole), default=0)
+    if held > max(workers * window_bytes, _ALWAYS_HELD) and window_bytes < _LARGE_WINDOW:
+        raise UsageError(
+            "the memory limit is too small for a file that is written whole",
+            found=f"{workers * window_bytes} bytes",
+            expected=f"at least {held} bytes",
+            hint="raise --memory-limit or choose a smaller shard size",
+        )
+    return min(workers, max(workers * window_bytes // held, 1)) if held else workers
 
 
 def _job(part: PartCopy, area: Area, blob: int, reports: _Reports) -> Job:
@@ -97,10 +130,12 @@ def _job(part: PartCopy, area: Area, blob: int, reports: _Reports) -> Job:
     if moves is None:
         stops = np.union1d(stops, part.source.segments(blob))
     writer = part.format.create(area, part.dst, blob)
+    reports.writers.append(writer)
 
     def finish(job: Job) -> None:
         pieces = job.pieces()
         reports.add(blob, writer.seal(pieces), pieces)
+        reports.writers.remove(writer)
 
     return Job(blob, placement.payload_nbytes(blob), moves, cuts, stops, writer, finish)
 

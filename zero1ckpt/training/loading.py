@@ -32,7 +32,7 @@ from ..resharding.execute import Copier, Job, run_jobs
 from ..resharding.plan import correspond, plan_blob
 from ..resharding.prove import Prover
 from .model_tensors import check_model_tensors, restore_model_tensors
-from .saving import IMAGE, VALUE_KEY, live_blobs
+from .saving import IMAGE, VALUE_KEY, live_blobs, threads_of
 from .together import on_first_rank, together
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _copy(optimizer: Engine, plan: LoadPlan) -> None:
     ends = np.array([0, payload], np.int64)
     job = Job(rank, payload, moves, ends, blobs.segments(rank), blobs, lambda job: None, pad=False)
     copier = Copier(source, Prover(plan.src, source), _WINDOW, checksum=False)
-    run_jobs(copier, iter([job]), 1)
+    run_jobs(copier, iter([job]), threads_of(optimizer))
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ from .together import as_report, together
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["IMAGE", "VALUE_KEY", "SaveHandle", "SaveRequest", "check_whole", "live_blobs", "save"]
+__all__ = ["IMAGE", "VALUE_KEY", "SaveHandle", "SaveRequest", "check_whole", "live_blobs", "save", "threads_of"]
 
 IMAGE = BucketShards()
 """A live optimizer's shards lie as a rank's payload of this format does, whatever it is saved as."""
@@ -291,13 +291,20 @@ def _write_part(
     same = type(planned.placement) is type(image.placement)
     match = None if same else correspond(state, state)
     copy = PartCopy(image, live_blobs(optimizer, state.slots), planned, request.format, match)
-    window = window_bytes(None, 1)
+    threads = threads_of(optimizer)
+    window = window_bytes(None, threads)
     if request.format.shared_blobs:
         return push_part(copy, area, optimizer.rank, window_bytes=window), 0
     if not request.format.keeps_layout:
         peers = _Peers(optimizer.control)
         return gather_part(copy, area, peers), peers.sent
-    return copy_part(copy, area, [optimizer.rank], workers=1, window_bytes=window, prove=False), 0
+    return copy_part(copy, area, [optimizer.rank], workers=threads, window_bytes=window, prove=False), 0
+
+
+def threads_of(optimizer: Engine) -> int:
+    """Threads that copy for one rank: a fair share of the cores that the ranks of this host have, at most 4."""
+    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", optimizer.dp_size)), optimizer.dp_size)
+    return max(1, min(len(os.sched_getaffinity(0)) // max(here, 1), 4))
 
 
 class _Peers:
