@@ -48,7 +48,7 @@ def test_block_shape_is_the_largest_run(shape, most):
     if 0 in shape:
         return
     grid = RunGrid(shape, block)
-    assert 2 * size > min(most, prod(shape)) or grid.inner * 2 > most, "no less than half of what is allowed"
+    assert 2 * size + grid.inner > min(most, prod(shape)), "no less than half of what is allowed, in whole steps"
     sizes = [grid.range(i).size for i in range(grid.count)]
     assert max(sizes) == min(grid.run, grid.row)
     assert grid.run * grid.per_row - grid.row < grid.per_row * grid.inner, "blocks are as equal as they can be"

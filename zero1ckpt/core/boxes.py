@@ -63,16 +63,23 @@ def _row_boxes(shape: Sequence[int], row: int, flat: Range) -> Iterator[Box]:
 def block_shape(shape: Sequence[int], most: int) -> tuple[int, ...]:
     """The largest block of at most ``most`` elements (or of one) that is one run of the flattened array. Pure.
 
-    Along the axis that is cut, blocks are as equal as they can be, so that the last one is not almost empty.
+    Along the axis that is cut, blocks are equal where a number of half to all of that many steps divides it, else as
+    equal as they can be: what a block has beyond the array's end is small.
     """
     inner = 1
     for axis in reversed(range(len(shape))):
         length = max(shape[axis], 1)
         if inner * length > most:
-            count = -(-length // max(most // inner, 1))
-            return (*(1 for _ in range(axis)), -(-length // count), *(max(n, 1) for n in shape[axis + 1 :]))
+            step = _even_step(length, max(most // inner, 1))
+            return (*(1 for _ in range(axis)), step, *(max(n, 1) for n in shape[axis + 1 :]))
         inner *= length
     return tuple(max(n, 1) for n in shape)
+
+
+def _even_step(length: int, most: int) -> int:
+    steps = np.arange(most, (most - 1) // 2, -1)
+    even = steps[length % steps == 0]
+    return int(even[0]) if len(even) else -(-length // -(-length // most))
 
 
 @dataclass(frozen=True)
