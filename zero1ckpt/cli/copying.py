@@ -13,6 +13,7 @@ from ..api.stored import describe
 from ..core.errors import UsageError
 from ..core.layout import LayoutRules
 from ..model.manifest import MANIFEST_NAME, FormatOptions
+from ..storage.rendezvous import Ranks
 from ..storage.staging import refuse_existing
 from .exit_codes import DONE, resumable
 from .progress import progress
@@ -54,13 +55,16 @@ class CopyOptions:
 
 def run(options: CopyOptions) -> int:
     """Writes the copy, or with ``dry_run`` only says what it would be."""
+    ranks = Ranks.from_environment()
     plan = _plan(options)
     before = _manifest(plan.dst) if options.resume else None
     if options.dry_run:
         if not options.resume:
             refuse_existing(plan.dst, options.overwrite)
     else:
-        _execute(plan, options)
+        _execute(plan, options, ranks)
+    if ranks.rank:
+        return DONE  # rank 0 speaks for all
     complete = before is not None and before == _manifest(plan.dst)
     if options.as_json:
         write_json(_document(plan, options))
@@ -113,12 +117,13 @@ def _with_source(options: CopyOptions, given: dict[str, Any]) -> FormatOptions:
     return structs.replace(manifest.options if same else FormatOptions(), **given)
 
 
-def _execute(plan: ReshardPlan, options: CopyOptions) -> None:
+def _execute(plan: ReshardPlan, options: CopyOptions, ranks: Ranks) -> None:
+    share = plan.payload_bytes // ranks.size
     with (
         resumable(plan.dst),
-        progress(options.command, plan.payload_bytes, quiet=options.quiet) as told,
+        progress(options.command, share, quiet=options.quiet or ranks.rank > 0) as told,
     ):
-        execute(plan, overwrite=options.overwrite, resume=options.resume, progress=told)
+        execute(plan, overwrite=options.overwrite, resume=options.resume, progress=told, ranks=ranks)
 
 
 def _manifest(dst: Path) -> bytes | None:

@@ -41,12 +41,13 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Ranks:
-        """Rank and size as torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID, SLURM_NTASKS) tell; else one rank.
+        """Rank and size as torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID, and the tasks of the step) tell; else one.
 
         Raises ``UsageError`` for values that make no sense.
         """
         env = os.environ if environment is None else environment
-        for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        slurm = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+        for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", slurm)):
             if rank in env and size in env:
                 found = f"{rank}={env[rank]} {size}={env[size]}"
                 try:
@@ -171,7 +172,7 @@ class Rendezvous:
             raise LostRankError(
                 f"no sign of life for {self.timeout:g} s from rank {names} of {self.ranks.size}",
                 file=self.folder,
-                hint="nothing was committed; go on with --resume",
+                hint="nothing was committed; go on with --resume (a single process must not have RANK or SLURM_PROCID set)",
             )
 
     def _silence(self, rank: int, now: float) -> float:
