@@ -61,7 +61,7 @@ def both_ways(rank, size):
     empty = torch.empty(0)
     comm.reduce_scatter(empty, comm.own(empty))
     comm.all_gather(empty)
-    norm = global_norm([torch.full((3,), float(rank + 1))], comm, torch.device("cpu"))
+    norm = global_norm([torch.full((3,), float(rank + 1))], [comm], torch.device("cpu"))
     assert float(norm) == pytest.approx((3 * sum((r + 1) ** 2 for r in range(size))) ** 0.5)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,30 +16,36 @@ EPSILON = 1e-6
 """Added to the norm before the division, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
 
-def global_norm(shards: Iterable[torch.Tensor], comm: Communicator, device: torch.device) -> torch.Tensor:
-    """2-norm over all ranks' shards (1-D each) as a 0-d float64 tensor on ``device``, the same bits on every rank.
+def global_norm(shards: Iterable[torch.Tensor], scopes: Sequence[Communicator], device: torch.device) -> torch.Tensor:
+    """2-norm over the shards (1-D each) of all ranks of ``scopes`` as a 0-d float64 tensor on ``device``.
 
     Each element counts once: shards are disjoint and padding is zero. Squares are summed in float64, ranks in rank
-    order. Nothing is read back to the host.
+    order: every rank gets the same bits. Nothing is read back to the host.
     """
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for shard in shards:
         for chunk in torch.split(shard, CHUNK):
             wide = chunk.double()
             total += torch.dot(wide, wide)
-    rows = comm.gather_rows(total)
-    norm = rows[0]
-    for row in rows[1:]:
-        norm = norm + row
-    return norm.sqrt().squeeze(0)
+    return _sum_of_ranks(total, scopes).sqrt().squeeze(0)
 
 
-def count_zeros(pieces: Iterable[torch.Tensor], comm: Communicator, device: torch.device) -> int:
-    """Elements of all ranks' ``pieces`` (disjoint, without padding) that are zero. Reads one number back."""
+def count_zeros(pieces: Iterable[torch.Tensor], scopes: Sequence[Communicator], device: torch.device) -> int:
+    """Elements that are zero of all ranks' ``pieces`` (disjoint, without padding). Reads one number back."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for piece in pieces:
         total += piece.numel() - torch.count_nonzero(piece)
-    return int(comm.gather_rows(total).sum())
+    return int(_sum_of_ranks(total, scopes))
+
+
+def _sum_of_ranks(row: torch.Tensor, scopes: Sequence[Communicator]) -> torch.Tensor:
+    """Over the ranks of each scope in rank order, one scope after the other: the same bits on every rank."""
+    for comm in scopes:
+        rows = comm.gather_rows(row)
+        row = rows[0]
+        for other in rows[1:]:
+            row = row + other
+    return row
 
 
 def clip_by_norm(shards: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

@@ -6,7 +6,7 @@ and overflow says that the factor is too large. Such a step is left out on all r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -139,7 +139,11 @@ def unscale(shards: Iterable[torch.Tensor], scale: float, device: torch.device) 
     return found
 
 
-def any_rank(found: torch.Tensor, comm: Communicator) -> list[int]:
-    """Ranks whose ``found`` is not zero. Waits for the device: all ranks must know before they step."""
-    rows = comm.gather_rows(found).flatten().tolist()
-    return [rank for rank, value in enumerate(rows) if value]
+def any_rank(found: torch.Tensor, scopes: Sequence[Communicator]) -> list[int]:
+    """Ranks whose ``found`` is not zero. Waits for the device: all ranks must know before they step.
+
+    They are numbered as if the ranks of one scope after the other stood in a row.
+    """
+    for comm in scopes:
+        found = comm.gather_rows(found).flatten()
+    return [rank for rank, value in enumerate(found.tolist()) if value]

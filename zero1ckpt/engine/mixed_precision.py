@@ -48,8 +48,11 @@ class MixedPrecisionOptimizer(OptimizerBase):
         device: torch.device,
         max_grad_norm: float | None,
         scaler: Scaler | None = None,
+        model_parallel: Communicator | None = None,
     ) -> None:
         self.comm = comm
+        self.scopes = (comm,) if model_parallel is None else (comm, model_parallel)
+        """What norms are summed and overflows agreed over, one after the other: all ranks that hold gradients."""
         self.device = device
         self.max_grad_norm = None if max_grad_norm is None else _norm_limit(max_grad_norm)
         self.scaler = scaler or Scaler()
@@ -78,6 +81,10 @@ class MixedPrecisionOptimizer(OptimizerBase):
     @abstractmethod
     def main_grad_pieces(self) -> Sequence[torch.Tensor]:
         """As ``main_grad_shards``, without padding: one flat tensor for each part of a param that this rank owns."""
+
+    @abstractmethod
+    def counted_grads(self, *, padded: bool) -> Sequence[torch.Tensor]:
+        """Of ``main_grad_shards`` (``padded``) or ``main_grad_pieces``, what no other rank of ``scopes`` counts too."""
 
     @abstractmethod
     def drop_grads(self) -> None:
@@ -121,7 +128,7 @@ class MixedPrecisionOptimizer(OptimizerBase):
             self._grads_ready = True
             if self.scaler.checks:
                 found = unscale(self.main_grad_shards(), self.scaler.scale, self.device)
-                self._not_finite = any_rank(found, self.comm)
+                self._not_finite = any_rank(found, self.scopes)
         return bool(self._not_finite)
 
     def _leave_out(self) -> None:
@@ -173,19 +180,21 @@ class MixedPrecisionOptimizer(OptimizerBase):
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Global 2-norm of the reduced gradient. To be called by all ranks, after the last backward of the step."""
+        """Global 2-norm of the reduced gradient, over all parts of the model. To be called by all ranks, also those of
+        the model-parallel group, after the last backward of the step.
+        """
         self.prepare_grads()
-        self._norm = global_norm(self.main_grad_shards(), self.comm, self.device)
+        self._norm = global_norm(self.counted_grads(padded=True), self.scopes, self.device)
         return float(self._norm)
 
     @torch.no_grad()
     def count_zeros(self) -> int:
         """Elements of the reduced gradient that are zero. To be called by all ranks, after the last backward."""
         self.prepare_grads()
-        return count_zeros(self.main_grad_pieces(), self.comm, self.device)
+        return count_zeros(self.counted_grads(padded=False), self.scopes, self.device)
 
     def _clip(self, max_norm: float) -> torch.Tensor:
-        self._norm = global_norm(self.main_grad_shards(), self.comm, self.device)
+        self._norm = global_norm(self.counted_grads(padded=True), self.scopes, self.device)
         clip_by_norm(self.main_grad_shards(), self._norm, max_norm)
         return self._norm
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.errors import UnsupportedError, UsageError, Zero1CkptError
+from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import Layout
 from ..model.state import MAIN_PARAM, LossScale, ParamSpec, Scalar, SlotSpec
 from .base import hyper_parameters
@@ -21,6 +21,7 @@ from .buffers import make_buffers
 from .collectives import Communicator, make_communicator
 from .control import ControlPlane
 from .grad_scaler import DynamicScale, make_scaler
+from .hierarchy import ParallelGroups, data_group, other_rank_refused, read_together
 from .hooks import GradCollector, release_former
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .live import plain_groups, update_group
@@ -58,6 +59,9 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
     ``layout``: one that was made before, instead of ``bucket_size``. ``timeout``: seconds that a rank waits for others
     before it names those that are missing (default: that of the process group).
 
+    ``model_parallel_group``, ``tensor_parallel_group``: over which norms and overflows are agreed besides; see
+    ``hierarchy``.
+
     Raises ``UsageError`` and ``UnsupportedError`` on every rank when one rank's arguments are wrong or differ.
     """
 
@@ -84,9 +88,11 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         elementwise: bool | None = None,
         layout: Layout | None = None,
         timeout: timedelta | float | None = None,
+        model_parallel_group: dist.ProcessGroup | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        group = _data_group(process_group)
+        group = data_group(process_group)
         self.name = name
         self.process_group = group
         self.control = ControlPlane(group, read_timeout(timeout))
@@ -113,6 +119,8 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
                 align_param_gather=align_param_gather,
             )
             table = collect_params(params, model, grad_dtype)
+            self._parallel = ParallelGroups.of(model_parallel_group, tensor_parallel_group)
+            self._parallel.check(table)
             self.layout = choose_layout(layout, engine, table.specs, self.dp_size)
             if reduce == "tree":
                 check_tree_dtypes(table)
@@ -124,7 +132,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
 
         self.options: EngineOptions
         self._table: ParamTable
-        self.options, self._table, template = _read_together(self.control, read)
+        self.options, self._table, template = read_together(self.control, read)
         self._agree(template)
         known = params if isinstance(params, nn.Module) else model
         self._build(optimizer_class, template, options, read_timeout(timeout), known)
@@ -195,6 +203,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
             device=table.device,
             max_grad_norm=self.options.max_grad_norm,
             scaler=make_scaler(self.options.loss_scale),
+            model_parallel=make_communicator(self._parallel.model_parallel, table.device, "mean", timeout),
         )
         self._slots = SlotState(inner, template, self._store, self.fragments)
 
@@ -237,7 +246,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         if self._reduced:
             problem = self._problem()
             if self.control.begin_any_of([problem is not None])()[0]:
-                raise problem or _other_rank_refused()
+                raise problem or other_rank_refused()
             return
         self._collector.sweep()
         self._collector.close()
@@ -253,7 +262,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         self._unused = tuple(index for index, came in enumerate(flags[:params]) if not came)
         self._reduced = True
         if flags[-1]:
-            raise problem or _other_rank_refused()
+            raise problem or other_rank_refused()
 
     def _problem(self) -> UsageError | None:
         return self._params.problem() or self._reducer.problem()
@@ -277,6 +286,13 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         if not grads:
             return []
         return [grads[f.buffer][f.bucket][f.local.start : f.local.end] for f in self.fragments]
+
+    def counted_grads(self, *, padded: bool) -> Sequence[torch.Tensor]:
+        counted = self._parallel.counted(self._table.tensors)
+        if all(counted):
+            return self.main_grad_shards() if padded else self.main_grad_pieces()
+        pieces = zip(self.fragments, self.main_grad_pieces(), strict=True)
+        return [piece for fragment, piece in pieces if counted[fragment.index]]
 
     def drop_grads(self) -> None:
         self._collector.reset()
@@ -419,28 +435,3 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         self._params.accept()
         self.copy_main_to_model()
         self.zero_grad()
-
-
-def _data_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The given group, the default one, or None where nothing is initialised. ``UsageError`` for a stranger to it."""
-    if given is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if dist.get_rank(given) < 0:
-        raise UsageError("this rank is not in process_group", found=f"global rank {dist.get_rank()}")
-    return given
-
-
-def _read_together(control: ControlPlane, read: Any) -> Any:
-    """The result of ``read`` on this rank; every rank raises when one does."""
-    error: Zero1CkptError | None = None
-    made = None
-    try:
-        made = read()
-    except Zero1CkptError as found:
-        error = found
-    control.raise_together(error, "construction of the optimizer")
-    return made
-
-
-def _other_rank_refused() -> UsageError:
-    return UsageError("another rank refuses the step", hint="see the error of that rank")
