@@ -41,7 +41,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Ranks:
-        """Rank and size as torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID, and the tasks of the step) tell; else one.
+        """Rank and size as torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID, tasks of the step) tell; else one rank.
 
         Raises ``UsageError`` for values that make no sense.
         """
@@ -172,7 +172,7 @@ class Rendezvous:
             raise LostRankError(
                 f"no sign of life for {self.timeout:g} s from rank {names} of {self.ranks.size}",
                 file=self.folder,
-                hint="nothing was committed; go on with --resume (a single process must not have RANK or SLURM_PROCID set)",
+                hint="nothing was committed; go on with --resume (for a single process unset RANK or SLURM_PROCID)",
             )
 
     def _silence(self, rank: int, now: float) -> float:
