@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .core.errors import Zero1CkptError
 
 if TYPE_CHECKING:
-    from .api import Checkpoint, open, reshard, verify, write
+    from .api import Checkpoint, diff, open, reshard, verify, write
     from .core.ranges import Range
     from .engine.adamw import AdamW
     from .engine.grad_scaler import DynamicScale
@@ -27,6 +27,7 @@ __all__ = [
     "SaveHandle",
     "Zero1CkptError",
     "Zero1Optimizer",
+    "diff",
     "open",
     "reshard",
     "save",

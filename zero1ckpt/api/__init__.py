@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, open
+    from .comparison import Comparison, diff
+    from .exporting import Export, export
     from .resharding import ReshardPlan, plan_reshard, reshard
     from .verification import Finding, Verification, verify
     from .writing import write
 
 __all__ = [
     "Checkpoint",
+    "Comparison",
+    "Export",
     "Finding",
     "ReshardPlan",
     "Verification",
+    "diff",
+    "export",
     "open",
     "plan_reshard",
     "reshard",
@@ -27,9 +33,13 @@ __all__ = [
 
 _HOMES = {
     "Checkpoint": "checkpoint",
+    "Comparison": "comparison",
+    "Export": "exporting",
     "Finding": "verification",
     "ReshardPlan": "resharding",
     "Verification": "verification",
+    "diff": "comparison",
+    "export": "exporting",
     "open": "checkpoint",
     "plan_reshard": "resharding",
     "reshard": "resharding",
