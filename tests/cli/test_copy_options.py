@@ -47,3 +47,12 @@ def test_the_hint_names_the_option(cli, ckpt, work):
     write_checkpoint(work / "out")
     result = cli("reshard", ckpt, work / "out", "--to-dp", "2")
     assert result.code == 6 and "pass --overwrite" in result.err
+
+
+def test_no_compression_can_be_asked_for(cli, ckpt, work):
+    to_zarr = ("--to", "fully_reshardable", "--container", "zarr")
+    assert cli("convert", ckpt, work / "none", *to_zarr, "--compression", "none").code == 0
+    assert cli("convert", ckpt, work / "zstd", *to_zarr, "--compression", "zstd").code == 0
+    assert cli("convert", work / "zstd", work / "plain", *to_zarr, "--compression", "none").code == 0
+    assert "compression" not in manifest(work / "plain").get("options", {})
+    assert manifest(work / "plain")["files"] == manifest(work / "none")["files"]

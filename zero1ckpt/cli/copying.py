@@ -10,7 +10,6 @@ from msgspec import structs
 
 from ..api.resharding import ReshardPlan, execute, plan_reshard
 from ..api.stored import describe
-from ..core.errors import UsageError
 from ..core.layout import LayoutRules
 from ..model.manifest import MANIFEST_NAME, FormatOptions
 from ..storage.rendezvous import Ranks
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from .rows import Row
 
 __all__ = ["CopyOptions", "run"]
-
-_FLAGS = {"shard_bytes": "--shard-size", "chunk_bytes": "--chunk-size", "compression": "--compression"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def run(options: CopyOptions) -> int:
 
 def _plan(options: CopyOptions) -> ReshardPlan:
     given = _format_options(options)
-    plan = plan_reshard(
+    return plan_reshard(
         options.src,
         options.dst,
         to_dp=options.to_dp,
@@ -90,14 +87,6 @@ def _plan(options: CopyOptions) -> ReshardPlan:
         memory_limit=options.memory_limit,
         verify=options.verify,
     )
-    for name, value in given.items():
-        if getattr(plan.options, name) != value:
-            raise UsageError(
-                f"{_FLAGS[name]} does not apply to {plan.format.name} in {plan.container}",
-                found=value,
-                hint="leave it out, or choose another --container",
-            )
-    return plan
 
 
 def _format_options(options: CopyOptions) -> dict[str, Any]:

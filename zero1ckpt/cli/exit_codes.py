@@ -46,8 +46,14 @@ def explain(error: BaseException) -> tuple[int, str]:
     return INTERNAL, f"internal error: {what}; please report it with the output of ZERO1CKPT_DEBUG=1"
 
 
+_FORMAT_OPTIONS = {"shard_bytes": "--shard-size", "chunk_bytes": "--chunk-size", "compression": "--compression"}
+
+
 def _as_options(line: str) -> str:
     """What the library calls a keyword, the command line calls an option."""
+    for keyword, option in _FORMAT_OPTIONS.items():
+        if line.startswith(f"{keyword} does not apply"):
+            return option + line.removeprefix(keyword)
     return f"{line.removesuffix('overwrite')}--overwrite" if line.endswith(" pass overwrite") else line
 
 

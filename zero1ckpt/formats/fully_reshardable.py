@@ -22,7 +22,7 @@ from ..model.manifest import FormatOptions
 from ..model.state import PartState
 from .payload_format import PayloadFormat
 
-__all__ = ["FullyReshardable", "WholePlacement", "tensor_name", "whole_tensors"]
+__all__ = ["FullyReshardable", "WholePlacement", "shard_options", "tensor_name", "whole_tensors"]
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 """A new file is begun before one grows beyond this, as is the custom for model weights."""
@@ -44,6 +44,15 @@ def whole_tensors(state: PartState) -> list[tuple[int, int]]:
         for slot in range(len(state.slots))
         if (param, slot) not in state.absent
     ]
+
+
+def shard_options(options: FormatOptions, format: str) -> FormatOptions:
+    """The options of a format whose only choice is the size of its files. Raises ``UsageError``."""
+    options.only(format, "shard_bytes")
+    shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
+    if shard_bytes < 1:
+        raise UsageError("shard size", found=shard_bytes, expected="at least 1 byte")
+    return FormatOptions(shard_bytes=shard_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,11 +153,7 @@ class FullyReshardable(PayloadFormat):
     shared_blobs = True
 
     def normalize(self, options: FormatOptions) -> FormatOptions:
-        options.only("shard_bytes")
-        shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-        if shard_bytes < 1:
-            raise UsageError("shard size", found=shard_bytes, expected="at least 1 byte")
-        return FormatOptions(shard_bytes=shard_bytes)
+        return shard_options(options, f"{self.name} in {self.container}")
 
     def plan(self, state: PartState, layout: Layout | None, part: str, prefix: str, options: FormatOptions) -> Catalog:
         assert options.shard_bytes is not None

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..core.errors import CorruptError, MissingError, UnsupportedError, UsageError
+from ..core.errors import CorruptError, MissingError, UnsupportedError
 from ..core.layout import Layout
 from ..core.ranges import IntColumn
 from ..encodings.dcp_metadata import DcpMetadata, dump_metadata, whole_tensor
@@ -25,7 +25,7 @@ from ..model.manifest import FileEntry, FormatOptions
 from ..model.protocols import Area, Store
 from ..model.state import PartState
 from ..storage.local import LocalStore
-from .fully_reshardable import DEFAULT_SHARD_BYTES, FullyReshardable, whole_tensors
+from .fully_reshardable import FullyReshardable, shard_options, whole_tensors
 
 __all__ = ["ArchivePlacement", "FullyReshardableTorchDist"]
 
@@ -128,11 +128,7 @@ class FullyReshardableTorchDist:
     zero_padding = False
 
     def normalize(self, options: FormatOptions) -> FormatOptions:
-        options.only("shard_bytes")
-        shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
-        if shard_bytes < 1:
-            raise UsageError("shard size", found=shard_bytes, expected="at least 1 byte")
-        return FormatOptions(shard_bytes=shard_bytes)
+        return shard_options(options, f"{self.name} in {self.container}")
 
     def plan(self, state: PartState, layout: Layout | None, part: str, prefix: str, options: FormatOptions) -> Catalog:
         assert options.shard_bytes is not None

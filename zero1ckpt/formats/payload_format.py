@@ -41,7 +41,7 @@ class PayloadFormat(ABC):
         """The tensors of a file, in payload order. Pure."""
 
     def normalize(self, options: FormatOptions) -> FormatOptions:
-        return options.only()
+        return options.only(f"{self.name} in {self.container}")
 
     def blob_files(self, catalog: Catalog, blob: int) -> Sequence[str]:
         return [catalog.placement.blob_key(blob)]

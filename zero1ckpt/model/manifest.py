@@ -168,15 +168,11 @@ class FormatOptions(_Entry, frozen=True):
     chunk_bytes: int | None = None
     compression: str | None = None
 
-    def only(self, *names: str) -> FormatOptions:
-        """Itself, if nothing but ``names`` is chosen. Raises ``UsageError`` that names what does not apply."""
+    def only(self, format: str, *names: str) -> FormatOptions:
+        """Itself, if nothing but ``names`` is chosen. Raises ``UsageError`` that names what ``format`` has not."""
         for name, value in msgspec.structs.asdict(self).items():
             if value is not None and name not in names:
-                raise UsageError(
-                    f"the format has no option {name}",
-                    found=value,
-                    expected=f"only {', '.join(names)}" if names else None,
-                )
+                raise UsageError(f"{name} does not apply to {format}", found=value, hint="leave it out")
         return self
 
 
