@@ -27,7 +27,7 @@ def piece(name, tensor, tp, tp_size):
 
 
 class Piece(nn.Module):
-    """What one tensor-parallel rank holds: rows of ``cut``, all of ``whole``, and a ``copy`` of another rank's param."""
+    """What one tensor-parallel rank holds: rows of ``cut``, all of ``whole``, and a ``copy`` of another param."""
 
     def __init__(self, tp, tp_size, dtype=torch.float32):
         super().__init__()

@@ -80,6 +80,10 @@ class Communicator(ABC):
     def __init__(self, group: dist.ProcessGroup | None, reduction: Reduction, arrivals: Arrivals | None) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.divisor = self.size
+        """What a sum of gradients is divided by."""
+        self.leads = self.rank == 0
+        """Whether this rank speaks for all."""
         self.reduction = reduction
         self.arrivals = arrivals or Arrivals(None, 0, 1)
         self.traffic = Traffic()
@@ -120,14 +124,14 @@ class Communicator(ABC):
     def on_the_wire(self, bucket: torch.Tensor) -> torch.Tensor:
         """What is sent of ``bucket``: itself, scaled in place where the reduction says so, or a copy in its dtype."""
         if self.reduction.prescale:
-            bucket.mul_(1 / self.size)
+            bucket.mul_(1 / self.divisor)
         wire = self.reduction.wire
         return bucket if wire is None else bucket.to(wire)
 
     def to_mean(self, total: torch.Tensor) -> None:
         """Make the mean of a sum, in place."""
         if not self.reduction.prescale:
-            total.div_(self.size)
+            total.div_(self.divisor)
 
     def own(self, bucket: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a bucket, a view."""
@@ -157,6 +161,8 @@ class LocalCommunicator(Communicator):
     def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
         if out.data_ptr() != bucket.data_ptr():
             out.copy_(bucket)
+        if self.divisor != 1:
+            out.div_(self.divisor)
         return _DONE
 
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
@@ -201,23 +207,25 @@ class PointToPointCommunicator(Communicator):
         return _gather_rows(row, self.size, self.group)
 
     def exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor]) -> list[Any]:
-        """Post one send to and one receive from every peer; both by rank. Returns the works."""
+        """Post one send to and one receive from every peer; both by rank. Returns the works. What is empty stays."""
         ops = []
         for k, peer in self.peers:
-            ops.append(dist.P2POp(dist.isend, sent[k], peer, self.group))
-            ops.append(dist.P2POp(dist.irecv, received[k], peer, self.group))
-            self.traffic.add(1, sent[k].numel(), sent[k].element_size())
-        return list(dist.batch_isend_irecv(ops))
+            if sent[k].numel():
+                ops.append(dist.P2POp(dist.isend, sent[k], peer, self.group))
+                self.traffic.add(1, sent[k].numel(), sent[k].element_size())
+            if received[k].numel():
+                ops.append(dist.P2POp(dist.irecv, received[k], peer, self.group))
+        return list(dist.batch_isend_irecv(ops)) if ops else []
 
-    def take_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take_scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """1-D scratch of at least ``numel`` elements, kept from step to step."""
-        idle = self._idle.setdefault(dtype, [])
+        idle = self._idle.setdefault(like.dtype, [])
         for at, scratch in enumerate(idle):
             if scratch.numel() >= numel:
                 return idle.pop(at)
         if idle:
             idle.pop()
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def give_scratch(self, scratch: torch.Tensor) -> None:
         self._idle[scratch.dtype].append(scratch)
@@ -245,12 +253,13 @@ class _OrderedReduction:
     def __init__(self, comm: PointToPointCommunicator, bucket: torch.Tensor, out: torch.Tensor, ahead: bool) -> None:
         self._comm, self._bucket, self._out = comm, bucket, out
         self._number = comm.arrivals.next()
-        shard = bucket.numel() // comm.size
+        widest = max(comm.slice_of(bucket, k).numel() for k in range(comm.size))
         step = max(1, WINDOW // (comm.size - 1))
-        self._windows = [(at, min(at + step, shard)) for at in range(0, shard, step)]
-        self._width = min(step, shard)
+        self._windows = [(at, min(at + step, widest)) for at in range(0, widest, step)]
+        self._width = min(step, widest)
+        self._own = comm.own(bucket).numel()
         self._depth = len(self._windows) if ahead else min(2, len(self._windows))
-        self._scratch = comm.take_scratch(self._depth * (comm.size - 1) * self._width, bucket.dtype)
+        self._scratch = comm.take_scratch(self._depth * (comm.size - 1) * self._width, bucket)
         self._works: dict[int, list[Any]] = {}
         for at in range(self._depth if ahead else 1):
             self._post(at)
@@ -271,7 +280,7 @@ class _OrderedReduction:
         places = {}
         for nth, (k, _) in enumerate(self._comm.peers):
             start = (base + nth) * self._width
-            places[k] = self._scratch[start : start + high - low]
+            places[k] = self._scratch[start : start + max(0, min(high, self._own) - low)]
         return places
 
     def _post(self, at: int) -> None:

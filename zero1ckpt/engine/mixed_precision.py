@@ -135,7 +135,7 @@ class MixedPrecisionOptimizer(OptimizerBase):
         """No update. The first time in this process rank 0 says so; the rest are counted."""
         self.skipped_steps += 1
         self.last = StepReport(None, True, True, self.unused_names())
-        if self.skipped_steps == 1 and self.comm.rank == 0:
+        if self.skipped_steps == 1 and all(comm.leads for comm in self.scopes):
             warnings.warn(
                 f"gradients were not finite in the shards of ranks {self._not_finite} at loss scale"
                 f" {self.scaler.scale:g}: the step was left out on all ranks. Further ones are counted in"

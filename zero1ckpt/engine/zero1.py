@@ -23,6 +23,7 @@ from .control import ControlPlane
 from .grad_scaler import DynamicScale, make_scaler
 from .hierarchy import ParallelGroups, data_group, other_rank_refused, read_together
 from .hooks import GradCollector, release_former
+from .instances import instance_size, make_instances
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .live import plain_groups, update_group
 from .mixed_precision import MixedPrecisionOptimizer
@@ -58,6 +59,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
     ``reduce``: see the table in ``reductions``. ``elementwise=True``: no probe whether the optimizer may be sharded.
     ``layout``: one that was made before, instead of ``bucket_size``. ``timeout``: seconds that a rank waits for others
     before it names those that are missing (default: that of the process group).
+    ``num_distributed_optimizer_instances``: state is sharded over so many parts of the group each; see ``instances``.
 
     ``model_parallel_group``, ``tensor_parallel_group``: over which norms and overflows are agreed besides; see
     ``hierarchy``.
@@ -96,12 +98,11 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         self.name = name
         self.process_group = group
         self.control = ControlPlane(group, read_timeout(timeout))
-        self.rank, self.dp_size = self.control.rank, self.control.size
+        self.rank, self.dp_size, self.instance = self.control.rank, self.control.size, 0
 
         def read() -> tuple[EngineOptions, ParamTable, InnerTemplate]:
             refuse_unsupported(
                 expert_group=(expert_group, None),
-                num_distributed_optimizer_instances=(num_distributed_optimizer_instances, 1),
                 offload=(offload, False),
             )
             if elementwise is False:
@@ -120,6 +121,8 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
             )
             table = collect_params(params, model, grad_dtype)
             self._parallel = ParallelGroups.of(model_parallel_group, tensor_parallel_group)
+            self.dp_size = instance_size(self.control.size, num_distributed_optimizer_instances)
+            self.instance, self.rank = divmod(self.control.rank, self.dp_size)
             self._parallel.check(table)
             self.layout = choose_layout(layout, engine, table.specs, self.dp_size)
             if reduce == "tree":
@@ -156,7 +159,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         names = [spec.name for spec in table.specs]
         release_former(table.tensors, names)
         self.buffers = make_buffers(self.layout, table.tensors, table.device)
-        comm = make_communicator(self.process_group, table.device, self.options.reduce, timeout)
+        comm = make_instances(self.process_group, self.dp_size, table.device, self.options.reduce, timeout)
         for buffer in self.buffers:
             comm.broadcast(buffer.params)
         self._store = ShardStore(self.layout, self.buffers, comm, table.main_dtype)

@@ -304,18 +304,18 @@ def _rank_extra(stored: Stored, step: int, optimizer: Engine, options: LoadOptio
     record = stored.manifest.rank_extra
     if record is None or options.rank_state == "drop":
         return {}
-    if record.ranks == optimizer.dp_size and options.rank_state in ("error", "keep"):
-        return {"rank_extra": _read_rank_extra(stored, optimizer.rank, record.ranks)}
+    if record.ranks == optimizer.control.size and options.rank_state in ("error", "keep"):
+        return {"rank_extra": _read_rank_extra(stored, optimizer.control.rank, record.ranks)}
     if options.rank_state == "error":
         raise UnsupportedError(
             f"the checkpoint holds state bound to each of {record.ranks} ranks (RNG), and this run has"
-            f" {optimizer.dp_size}",
+            f" {optimizer.control.size}",
             file=stored.path,
             hint='choose rank_state="keep" (all of it, by saving rank), "reseed" (a seed for this rank) or "drop"',
         )
     if options.rank_state == "keep":
         return {"rank_extra": {r: _read_rank_extra(stored, r, record.ranks) for r in range(record.ranks)}}
-    seed = crc64(f"{stored.manifest.digest} {step} {optimizer.rank}".encode())
+    seed = crc64(f"{stored.manifest.digest} {step} {optimizer.control.rank}".encode())
     return {"rank_extra": {"seed": seed >> 1}}
 
 
