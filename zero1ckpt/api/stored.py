@@ -18,11 +18,11 @@ from ..registry import find_format
 from ..storage.local import LocalStore
 from ..storage.staging import find_leftovers
 
-__all__ = ["EXTRA_FILE", "MODEL_FILE", "Stored", "describe", "part_prefix", "rank_extra_file", "resolve"]
+__all__ = ["EXTRA_FILE", "MODEL_FILE", "POINTERS", "Stored", "describe", "part_prefix", "rank_extra_file", "resolve"]
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
-_POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 
 
 def rank_extra_file(rank: int, ranks: int) -> str:
@@ -168,7 +168,7 @@ def resolve(path: Path) -> Path:
         raise MissingError("there is nothing here", file=path, hint=_half_made(path) or "check the path")
     if not path.is_dir():
         raise MissingError("this is a file, and a checkpoint is a folder", file=path, hint="give its folder")
-    for pointer in _POINTERS:
+    for pointer in POINTERS:
         if (path / pointer).is_file():
             return _follow(path, pointer)
     raise MissingError(

@@ -34,6 +34,7 @@ from .params import ParamTable, collect_params
 from .replicas import verify_replicas
 from .shards import OwnedFragment, ShardStore, owned_fragments
 from .slot_state import SlotState, require_same_length
+from .snapshot import SnapshotTaker
 from .tree import TreeAccumulator, check_tree_dtypes
 from .views import MegatronViews
 from .waiting import read_timeout
@@ -41,7 +42,7 @@ from .waiting import read_timeout
 __all__ = ["OwnedFragment", "Zero1Optimizer"]
 
 
-class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
+class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     """An elementwise torch optimizer over 1/dp_size of every bucket.
 
     ``params``: a model, params, (name, param) pairs, or group dicts of either. ``optimizer_class``: the inner
@@ -315,6 +316,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
                 fragment.main.grad = None
             else:
                 fragment.main.grad = grad
+        self.before_change()
         self.inner.step()
         self._slots.after_step()
 
@@ -358,6 +360,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         displaced = self._params.displaced()
         if displaced is not None:
             raise displaced
+        self.before_change()
         self._copy_model_to_main(self.comm)
         self._params.accept()
 
@@ -414,6 +417,7 @@ class Zero1Optimizer(MegatronViews, MixedPrecisionOptimizer):
         is not given is as before the first step. Raises ``UnsupportedError``, with nothing changed, for a slot or
         scalar that the inner optimizer does not have, and for a dtype other than its own.
         """
+        self.before_change()
         self._slots.begin_load(slots, absent, scalars)
         self._loaded_scalars = scalars
 

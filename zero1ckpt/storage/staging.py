@@ -33,6 +33,7 @@ __all__ = [
     "partial_path",
     "refuse_existing",
     "remove_leftover",
+    "remove_whole",
     "staged",
 ]
 
@@ -214,6 +215,25 @@ def remove_leftover(leftover: Leftover) -> None:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(lock_path(leftover.dst))
+            os.close(fd)
+
+
+def remove_whole(dst: Path) -> None:
+    """Removes a folder. It leaves its place in one step: a kill leaves all of it, or a leftover of this tool beside it.
+
+    Raises ``OutputError`` when it may not be removed, or when a live writer is at work there.
+    """
+    with writing(dst):
+        fd = _take_lock(dst)
+        try:
+            aside = partial_path(dst)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(dst, aside)
+            fsync_folder(dst.parent)
+            shutil.rmtree(aside)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(lock_path(dst))
             os.close(fd)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from ..engine.zero1 import Zero1Optimizer as Engine
 from ..model.manifest import FormatOptions
 from ..registry import DEFAULT_FORMAT
+from .async_save import SaveHandle
 from .loading import LoadOptions, execute_load, prepare_load
-from .saving import SaveHandle, check_whole, save
+from .saving import check_whole, save
 
 __all__ = ["Zero1Optimizer"]
 
@@ -38,6 +39,9 @@ class Zero1Optimizer(Engine):
         model: nn.Module | None = None,
         options: FormatOptions | None = None,
         overwrite: bool = False,
+        asynchronous: bool = False,
+        keep: int | None = None,
+        latest: bool = False,
     ) -> SaveHandle:
         """Saves this optimizer; to be called by all ranks of its group. Sends no tensor byte.
 
@@ -45,7 +49,10 @@ class Zero1Optimizer(Engine):
         is. ``extra``: state that is the same on all ranks (JSON-able values and tensors), taken from rank 0.
         ``rank_extra``: state of this rank, such as its RNG's; given by all ranks or none. ``model``: stores its
         persistent buffers and frozen params too, as they are on rank 0. ``options``: of the format, such as
-        the size of its files. ``overwrite``: replaces a checkpoint.
+        the size of its files. ``overwrite``: replaces a checkpoint. ``asynchronous``: training goes on meanwhile, and
+        ``wait()`` of the handle returns when the checkpoint is committed. ``latest``: then the file ``latest`` beside
+        it names it. ``keep``: then, of the checkpoints beside it, all but so many of the newest are removed. For these
+        see ``zero1ckpt.save``.
 
         Raises, on every rank alike, ``UsageError`` for arguments, ``OutputError`` where nothing can be written.
         """
@@ -59,6 +66,9 @@ class Zero1Optimizer(Engine):
             model=model,
             options=options,
             overwrite=overwrite,
+            asynchronous=asynchronous,
+            keep=keep,
+            latest=latest,
         )
 
     def load(

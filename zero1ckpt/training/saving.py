@@ -3,15 +3,17 @@ whose blobs hold what several ranks own and have one writer.
 
 Messages of a save: rank 0 tells that the folder is there, every rank reports the checksums of its fragments (the one
 barrier), rank 0 tells how it ended. Where files hold what several ranks own, each first tells what it has.
+
+An asynchronous save is the same with snapshots in the optimizers' place, in a thread: see ``async_save``.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 import torch
@@ -33,6 +35,7 @@ from ..core.errors import UsageError, Zero1CkptError
 from ..encodings.tensor_file import TensorData, write_tensor_file
 from ..engine.control import ControlPlane
 from ..engine.shard_blobs import ShardBlobs
+from ..engine.snapshot import Snapshot
 from ..formats.bucket_shards import BucketShards
 from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, ModelTensor
 from ..model.protocols import Format
@@ -42,15 +45,17 @@ from ..registry import DEFAULT_FORMAT, find_format
 from ..resharding.copying import PartCopy, copy_part, push_part
 from ..resharding.gathering import gather_part
 from ..resharding.plan import correspond
-from ..storage.staging import Area, Staging, staged
+from ..storage.staging import Area, Staging, refuse_existing, staged
+from .async_save import Flight, SaveHandle, lane_of, settle
 from .merging import Absent, PartHeader, RankReport, Written, make_shared_blobs, merge_reports
 from .model_tensors import collect_model_tensors
+from .retention import after_commit, check_retention
 from .together import as_report, together
 
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["IMAGE", "VALUE_KEY", "SaveHandle", "SaveRequest", "check_whole", "live_blobs", "save", "threads_of"]
+__all__ = ["IMAGE", "VALUE_KEY", "SaveRequest", "check_whole", "live_blobs", "save", "threads_of"]
 
 IMAGE = BucketShards()
 """A live optimizer's shards lie as a rank's payload of this format does, whatever it is saved as."""
@@ -58,18 +63,8 @@ VALUE_KEY = "zero1ckpt.value"
 """Metadata key under which a rank-bound file holds its value, as JSON."""
 
 
-class SaveHandle:
-    """A save that has ended. ``path`` is the checkpoint; ``sent_bytes`` of tensors the ranks have sent each other."""
-
-    def __init__(self, path: Path, sent_bytes: int = 0) -> None:
-        self.path = path
-        self.sent_bytes = sent_bytes
-
-    def wait(self) -> Path:
-        return self.path
-
-    def done(self) -> bool:
-        return True
+Saved = Union["Engine", Snapshot]
+"""What is saved: a live optimizer, or its state at an earlier moment."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class SaveRequest:
     path: Path
     format: Format
     options: FormatOptions
-    optimizers: Mapping[str, Engine]
+    optimizers: Mapping[str, Saved]
     extra: Json
     extra_tensors: Sequence[TensorData]
     rank_value: Json
@@ -87,6 +82,8 @@ class SaveRequest:
     has_rank_extra: bool
     model: Sequence[tuple[ModelTensor, TensorData]]
     overwrite: bool
+    keep: int | None
+    latest: bool
 
 
 def save(
@@ -100,6 +97,9 @@ def save(
     model: nn.Module | None = None,
     options: FormatOptions | None = None,
     overwrite: bool = False,
+    asynchronous: bool = False,
+    keep: int | None = None,
+    latest: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Saves several optimizers as the parts of one checkpoint. To be called by all ranks of ``process_group``.
@@ -109,22 +109,82 @@ def save(
     ``rank_extra``: state of this rank (RNG), given by all ranks or none. ``model``: stores its persistent buffers and
     frozen params too, as they are on rank 0.
 
+    ``asynchronous``: returns when all but the shards has been copied; these are copied while training goes on (the next
+    ``step()`` or load waits for what is left), and written in a thread. What is saved is the state of the moment of the
+    call. A save, asynchronous or not, first waits until an earlier one over the same process group has ended, and
+    raises its error, unless ``wait()`` of its handle has. Shards of float32 params, which lie in the model's own
+    memory, are copied in the call.
+
+    ``latest``: once it is committed, the file ``latest`` beside the checkpoint names it. ``keep``: then, of the
+    checkpoints beside it that hold the same params, all but the ``keep`` that were committed last are removed, never
+    the one that ``latest`` names.
+
     Raises, on every rank alike, ``UsageError`` for arguments, ``OutputError`` where nothing can be written.
     """
     if not optimizers:
         raise UsageError("no optimizers to save", expected="a mapping of part names to optimizers")
     group = process_group if process_group is not None else next(iter(optimizers.values())).process_group
     control = ControlPlane(group) if process_group is not None else next(iter(optimizers.values())).control
-    first = control.rank == 0
+    groups = {id(g): g for g in [group, *(o.process_group for o in optimizers.values())]}
+    lanes = [lane_of(g) for g in groups.values()]
 
     def read() -> SaveRequest:
+        settle(lanes)
         for optimizer in optimizers.values():
             check_whole(optimizer)
+        check_retention(Path(path).resolve(), keep, latest)
+        first = control.rank == 0
         given = options or FormatOptions()
-        return _request(path, optimizers, format, container, given, extra, rank_extra, model, overwrite, first=first)
+        request = _request(path, optimizers, format, container, given, extra, rank_extra, model, overwrite, first=first)
+        request = replace(request, keep=keep, latest=latest)
+        return _detached(request, optimizers, first=first) if asynchronous else request
 
     request = together(control, "arguments of save", read)
+    if asynchronous:
+        return _launch(request, optimizers, group, control)
     return SaveHandle(request.path, _save(request, control))
+
+
+def _detached(request: SaveRequest, optimizers: Mapping[str, Engine], *, first: bool) -> SaveRequest:
+    """The same, sharing no memory with what training writes to. Raises ``OutputError`` for a place that is taken."""
+    if first:
+        check_overwrite(request.path, request.overwrite)
+        refuse_existing(request.path, request.overwrite)
+    return replace(
+        request,
+        optimizers={p: o.take_snapshot(lane_of(o.process_group).memory.get(p)) for p, o in optimizers.items()},
+        extra_tensors=[_copied(data) for data in request.extra_tensors],
+        rank_tensors=[_copied(data) for data in request.rank_tensors],
+        model=[(entry, _copied(data)) for entry, data in request.model],
+    )
+
+
+def _copied(data: TensorData) -> TensorData:
+    name, dtype, shape, view = data
+    return name, dtype, shape, memoryview(bytearray(view))
+
+
+def _launch(
+    request: SaveRequest, optimizers: Mapping[str, Engine], group: dist.ProcessGroup | None, control: ControlPlane
+) -> SaveHandle:
+    """Starts the thread; groups of ranks for its messages are made in the same order on all of them."""
+    plane = lane_of(group).plane(group, control)
+    snapshots: list[Snapshot] = []
+    lanes = [lane_of(group)]
+    for part in sorted(optimizers):
+        snapshot, source = request.optimizers[part], optimizers[part]
+        assert isinstance(snapshot, Snapshot)
+        lane = lane_of(source.process_group)
+        snapshot.control = lane.plane(source.process_group, source.control)
+        if snapshot.memory is not None:
+            lane.memory[part] = snapshot.memory
+        snapshots.append(snapshot)
+        lanes.append(lane)
+    flight = Flight(request.path, lambda: _save(request, plane), snapshots)
+    for lane in lanes:
+        lane.flight = flight
+    flight.start()
+    return SaveHandle(request.path, flight=flight)
 
 
 def check_whole(optimizer: Engine) -> None:
@@ -168,6 +228,8 @@ def _request(
         rank_extra is not None,
         rows,
         overwrite,
+        keep=None,
+        latest=False,
     )
 
 
@@ -200,6 +262,7 @@ def _save(request: SaveRequest, control: ControlPlane) -> int:
             if raised is not None:
                 raise raised
             staging.publish(MANIFEST_NAME, merge_reports(request, staging, reports))
+            after_commit(request)
         except BaseException as error:
             _tell(control, error, "the end of a save")
             raise
@@ -235,7 +298,7 @@ def _open_staging(
     return staging, absent
 
 
-def _payload_bytes(optimizer: Engine) -> int:
+def _payload_bytes(optimizer: Saved) -> int:
     return sum(slot.itemsize for slot in optimizer.slot_specs()) * optimizer.layout.numel
 
 
@@ -282,7 +345,7 @@ def _write(
 
 
 def _write_part(
-    request: SaveRequest, area: Area, part: str, optimizer: Engine, absent: frozenset[tuple[int, int]] | None
+    request: SaveRequest, area: Area, part: str, optimizer: Saved, absent: frozenset[tuple[int, int]] | None
 ) -> tuple[Written, int]:
     """What this rank has written of a part, and the bytes that it has sent."""
     state = live_state(optimizer, part, absent)
@@ -301,8 +364,13 @@ def _write_part(
     return copy_part(copy, area, [optimizer.rank], workers=threads, window_bytes=window, prove=False), 0
 
 
-def threads_of(optimizer: Engine) -> int:
-    """Threads that copy for one rank: a fair share of the cores that the ranks of this host have, at most 4."""
+def threads_of(optimizer: Saved) -> int:
+    """Threads that copy for one rank: a fair share of the cores that the ranks of this host have, at most 4.
+
+    One in the background: training has the cores, and a pool cannot be started while the interpreter ends.
+    """
+    if isinstance(optimizer, Snapshot):
+        return 1
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", optimizer.dp_size)), optimizer.dp_size)
     return max(1, min(len(os.sched_getaffinity(0)) // max(here, 1), 4))
 
@@ -330,7 +398,7 @@ class _Peers:
                 work.wait()
 
 
-def live_state(optimizer: Engine, part: str, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
+def live_state(optimizer: Saved, part: str, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
     """What this rank knows of the optimizer: all but scalars, and absence only of what it owns a part of.
 
     ``absent``: (param, slot) of all ranks, where they have told each other.
@@ -344,7 +412,7 @@ def live_state(optimizer: Engine, part: str, absent: frozenset[tuple[int, int]] 
     return PartState(optimizer.param_specs, slots, optimizer.applied_steps, groups, (), absent, scale)
 
 
-def part_header(optimizer: Engine, part: str) -> PartHeader:
+def part_header(optimizer: Saved, part: str) -> PartHeader:
     return PartHeader(
         optimizer.rank,
         optimizer.dp_size,
@@ -356,7 +424,7 @@ def part_header(optimizer: Engine, part: str) -> PartHeader:
     )
 
 
-def live_blobs(optimizer: Engine, slots: Sequence[SlotSpec]) -> ShardBlobs:
+def live_blobs(optimizer: Saved, slots: Sequence[SlotSpec]) -> ShardBlobs:
     """This rank's shards in the order of ``bucket_shards`` payloads."""
     tensors = [
         optimizer.shard(slot.name, b, k)
