@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import zero1ckpt
-import zero1ckpt.formats.payload_format as payload_format
 from tests.engine.harness import run_ranks
-from zero1ckpt.encodings.payload_file import PayloadFile
+from zero1ckpt.encodings.part_file import PartFile
+from zero1ckpt.formats import fully_reshardable_torch_dist, payload_format
 
 
 def trained():
@@ -20,33 +20,34 @@ def trained():
     return optimizer
 
 
-def save(rank, path, local, options):
-    """Bytes of tensors that this rank has sent, and the (offset, bytes) of its writes."""
-    payload_format.is_local = lambda folder: local
+def save(rank, path, local, options, container):
+    """Bytes of tensors that this rank has sent, and the (file, offset, bytes) of its writes."""
+    payload_format.is_local = fully_reshardable_torch_dist.is_local = lambda folder: local
     sent = []
     writes = []
-    sync, write = PayloadFile.sync, PayloadFile.write
+    sync, write = PartFile.sync, PartFile.write_part
 
     def counted_sync(self):
         edges = sync(self)
         sent.extend(len(edge) for _, edge in edges)
         return edges
 
-    def counted_write(self, blob, at, data):
-        writes.append((self.key, at, data.nbytes))
-        write(self, blob, at, data)
+    def counted_write(self, at, data):
+        writes.append((self.path.name, at, data.nbytes))
+        write(self, at, data)
 
-    PayloadFile.sync, PayloadFile.write = counted_sync, counted_write
-    trained().save(path, format="fully_reshardable", options=options)
+    PartFile.sync, PartFile.write_part = counted_sync, counted_write
+    trained().save(path, format="fully_reshardable", container=container, options=options)
     return sum(sent), writes
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("container", ["safetensors", "torch_dist"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 4000], ids=["one file", "many files"])
-def test_ranks_write_their_own_bytes_and_share_pages_only_locally(tmp_path, shard_bytes):
+def test_ranks_write_their_own_bytes_and_share_pages_only_locally(tmp_path, shard_bytes, container):
     options = zero1ckpt.FormatOptions(shard_bytes=shard_bytes)
-    local = run_ranks(3, save, str(tmp_path / "local"), True, options)
-    shared = run_ranks(3, save, str(tmp_path / "shared"), False, options)
+    local = run_ranks(3, save, str(tmp_path / "local"), True, options, container)
+    shared = run_ranks(3, save, str(tmp_path / "shared"), False, options, container)
     assert [sent for sent, _ in local] == [0, 0, 0]
     spans = sorted((key, at, size) for _, writes in local for key, at, size in writes)
     total = sum(size for *_, size in spans)

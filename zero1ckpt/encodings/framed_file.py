@@ -24,12 +24,14 @@ from ..model.catalog import PIECE_BYTES, Catalog
 from ..model.manifest import FileEntry
 from ..model.protocols import Store
 from ..storage.local import OutputFile, writing
+from .part_file import Edge, PartFile
 from .payload_file import entry_of
 
 __all__ = ["FramedFile", "FramedSource", "Sidecar", "read_sidecar", "sidecar_key"]
 
 Frames = Callable[[Sequence[int]], list[tuple[int, bytes]]]
 """The structure of a file, with its offsets, from the CRC-32 of each tensor's bytes."""
+_Told = tuple[list[tuple[int, int]], list[Edge]]
 
 
 class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,11 +130,20 @@ class FramedSource:
 class FramedFile:
     """One file while it is written: aside, then durable, then under its name, its sidecar first.
 
-    ``tensors``: begin and end of each tensor's bytes, ascending. ``frames`` makes all other bytes.
+    ``tensors``: begin and end of each tensor's bytes, ascending. ``frames`` makes all other bytes. ``whole_pages``: see
+    ``PartFile``.
     """
 
     def __init__(
-        self, path: Path, key: str, cuts: IntColumn, tensors: Sequence[tuple[int, int]], frames: Frames, *, create: bool
+        self,
+        path: Path,
+        key: str,
+        cuts: IntColumn,
+        tensors: Sequence[tuple[int, int]],
+        frames: Frames,
+        *,
+        create: bool,
+        whole_pages: bool = False,
     ) -> None:
         self.path = path
         self.key = key
@@ -142,7 +153,8 @@ class FramedFile:
         self._frames = frames
         self._crcs = [0] * len(tensors)
         self._lock = threading.Lock()
-        self._file = OutputFile(path.with_name(path.name + ".part"), int(cuts[-1]), create=create)
+        aside = path.with_name(path.name + ".part")
+        self._file = PartFile(aside, int(cuts[-1]), create=create, whole_pages=whole_pages)
 
     def view(self, blob: int, at: int, nbytes: int) -> memoryview | None:
         return None
@@ -155,22 +167,23 @@ class FramedFile:
             low, high = max(begin, at), min(end, at + data.nbytes)
             if low < high:
                 piece = data[low - at : high - at]
-                self._file.write(low, piece)
+                self._file.write_part(low, piece)
                 partial = combine_crc32(crc32(piece), 0, end - high)
                 with self._lock:
                     self._crcs[index] ^= partial
             if begin >= at + data.nbytes:
                 break
 
-    def sync(self) -> list[tuple[int, int]]:
-        """The partial CRC-32s of the tensors that this process wrote a part of."""
-        self._file.sync_and_close()
-        return [(index, crc) for index, crc in enumerate(self._crcs) if crc]
+    def sync(self) -> _Told:
+        """The partial CRC-32s of the tensors that this process wrote a part of, and edges of pages."""
+        return [(index, crc) for index, crc in enumerate(self._crcs) if crc], self._file.sync()
 
     def seal(self, pieces: Sequence[int], shares: Sequence[object] = ()) -> list[FileEntry]:
         for share in shares:
-            for index, crc in cast(list[tuple[int, int]], share):
+            crcs, edges = cast(_Told, share)
+            for index, crc in crcs:
                 self._crcs[index] ^= crc
+            self._file.write_edges(edges)
         known = list(pieces)
         for at, frame in self._frames(self._crcs):
             self._file.write(at, memoryview(frame))

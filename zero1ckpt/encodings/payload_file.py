@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -16,15 +16,14 @@ from ..core.ranges import IntColumn
 from ..model.catalog import Catalog
 from ..model.manifest import FileEntry
 from ..model.protocols import Store
-from ..storage.local import OutputFile, writing
-from .safetensors_file import PAGE, Header, file_crc
+from ..storage.local import writing
+from .part_file import Edge, PartFile
+from .safetensors_file import Header, file_crc
 
 __all__ = ["PayloadFile", "PayloadSource", "entry_of", "proved_header"]
 
 ReadHeader = Callable[[int], Header]
 Cuts = Callable[[int], IntColumn]
-Edge = tuple[int, bytes]
-"""File offset and bytes of a part of a page."""
 
 
 @dataclass
@@ -92,10 +91,8 @@ def proved_header(header: Header, cuts: IntColumn, entry: FileEntry, label: str)
 class PayloadFile:
     """One file while it is written: aside under ``.part``, then durable, then under its name.
 
-    ``header`` makes the bytes before the payload from the pieces' checksums; its length does not depend on them. With
-    ``whole_pages`` this process writes no page of which another may write a part: hosts that share a file system over a
-    network cache whole pages, and the later one would undo the earlier. Such edges, at most two pages a run, go to the
-    process that seals the file, by way of ``sync``.
+    ``header`` makes the bytes before the payload from the pieces' checksums; its length does not depend on them.
+    ``whole_pages``: see ``PartFile``.
     """
 
     def __init__(
@@ -112,36 +109,22 @@ class PayloadFile:
         self.key = key
         self._cuts = cuts
         self._header = header
-        self._whole_pages = whole_pages
-        self._edges: list[Edge] = []
-        self._lock = threading.Lock()
         self._payload_at = len(header([0] * (len(cuts) - 1)))
         aside = path.with_name(path.name + ".part")
-        self._file = OutputFile(aside, self._payload_at + int(cuts[-1]), create=create)
+        self._file = PartFile(aside, self._payload_at + int(cuts[-1]), create=create, whole_pages=whole_pages)
 
     def view(self, blob: int, at: int, nbytes: int) -> memoryview | None:
         return None
 
     def write(self, blob: int, at: int, data: memoryview) -> None:
-        low = self._payload_at + at
-        if not self._whole_pages:
-            self._file.write(low, data)
-            return
-        high = low + data.nbytes
-        first = min(-(-low // PAGE) * PAGE, high)
-        last = max(first, high // PAGE * PAGE)
-        self._file.write(first, data[first - low : last - low])
-        with self._lock:
-            self._edges += [(low, bytes(data[: first - low])), (last, bytes(data[last - low :]))]
+        self._file.write_part(self._payload_at + at, data)
 
     def sync(self) -> list[Edge]:
-        self._file.sync_and_close()
-        return [(offset, edge) for offset, edge in self._edges if edge]
+        return self._file.sync()
 
     def seal(self, pieces: Sequence[int], shares: Sequence[object] = ()) -> list[FileEntry]:
         for edges in shares:
-            for offset, edge in cast(Iterable[Edge], edges):
-                self._file.write(offset, memoryview(edge))
+            self._file.write_edges(cast(list[Edge], edges))
         header = self._header(pieces)
         assert len(header) == self._payload_at
         self._file.write(0, memoryview(header))

@@ -24,6 +24,7 @@ from ..model.catalog import PIECE_BYTES, Catalog, Extents, piece_cuts
 from ..model.manifest import FileEntry, FormatOptions
 from ..model.protocols import Area, Store
 from ..model.state import PartState
+from ..storage.filesystem import is_local
 from ..storage.local import LocalStore
 from .fully_reshardable import FullyReshardable, shard_options, whole_tensors
 
@@ -157,9 +158,9 @@ class FullyReshardableTorchDist:
         return self._file(area, catalog, blob, create=True)
 
     def attach(self, area: Area, catalog: Catalog, blob: int) -> FramedFile:
-        return self._file(area, catalog, blob, create=False)
+        return self._file(area, catalog, blob, create=False, whole_pages=not is_local(area.root))
 
-    def _file(self, area: Area, catalog: Catalog, blob: int, *, create: bool) -> FramedFile:
+    def _file(self, area: Area, catalog: Catalog, blob: int, *, create: bool, whole_pages: bool = False) -> FramedFile:
         archives = _placement(catalog).in_blob(blob)
         tensors = [(a.data_at, a.data_at + a.plan.holes[0].nbytes) for a in archives]
 
@@ -167,7 +168,8 @@ class FullyReshardableTorchDist:
             return _frames(archives, crcs)
 
         key = catalog.placement.blob_key(blob)
-        return FramedFile(area.path(key), key, self.cuts(catalog, blob), tensors, frames, create=create)
+        cuts = self.cuts(catalog, blob)
+        return FramedFile(area.path(key), key, cuts, tensors, frames, create=create, whole_pages=whole_pages)
 
     def adopt(self, area: Area, catalog: Catalog, blob: int) -> tuple[list[FileEntry], Sequence[int]] | None:
         key = catalog.placement.blob_key(blob)
