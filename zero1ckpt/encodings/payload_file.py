@@ -26,6 +26,15 @@ ReadHeader = Callable[[int], Header]
 Cuts = Callable[[int], IntColumn]
 
 
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """What is kept of a blob's header: its tensors, a million of them over all blobs, are checked and let go of."""
+
+    offset: int
+    cuts: IntColumn
+    pieces: Sequence[int]
+
+
 @dataclass
 class PayloadSource:
     """Payloads of a committed checkpoint. A header is read when its blob is first needed, and proved by the manifest.
@@ -38,25 +47,24 @@ class PayloadSource:
     files: Mapping[str, FileEntry]
     read_header: ReadHeader
     cuts: Cuts
-    _known: dict[int, tuple[Header, IntColumn]] = field(default_factory=dict)
+    _known: dict[int, _Payload] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def label(self, blob: int) -> str:
         return self.store.label(self.catalog.placement.blob_key(blob))
 
-    def _header(self, blob: int) -> tuple[Header, IntColumn]:
+    def _payload(self, blob: int) -> _Payload:
         with self._lock:
             known = self._known.get(blob)
             if known is None:
                 cuts = self.cuts(blob)
                 entry = self.files[self.catalog.placement.blob_key(blob)]
                 header = proved_header(self.read_header(blob), cuts, entry, self.label(blob))
-                known = self._known[blob] = (header, cuts)
+                known = self._known[blob] = _Payload(header.payload, cuts, header.pieces)
             return known
 
     def read_run(self, blob: int, at: int, buffers: Sequence[memoryview]) -> None:
-        header, _ = self._header(blob)
-        self.store.readv_into(self.catalog.placement.blob_key(blob), header.payload + at, buffers)
+        self.store.readv_into(self.catalog.placement.blob_key(blob), self._payload(blob).offset + at, buffers)
 
     def view(self, blob: int, at: int, nbytes: int) -> memoryview | None:
         return None
@@ -65,8 +73,8 @@ class PayloadSource:
         return np.empty(0, np.int64)
 
     def pieces(self, blob: int) -> tuple[IntColumn, Sequence[int]] | None:
-        header, cuts = self._header(blob)
-        return cuts, header.pieces
+        known = self._payload(blob)
+        return known.cuts, known.pieces
 
 
 def proved_header(header: Header, cuts: IntColumn, entry: FileEntry, label: str) -> Header:

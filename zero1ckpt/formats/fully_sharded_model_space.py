@@ -45,7 +45,10 @@ class SlicePlacement:
     def extents(self, blob: int) -> Extents:
         held = self._held.get(blob)
         if held is None:
-            held = self._held[blob] = self._slices(blob)
+            held = self._slices(blob)
+            if len(self._held) >= _MOST_HELD:
+                self._held.clear()
+            self._held[blob] = held
         return held
 
     def _slices(self, blob: int) -> Extents:
@@ -126,6 +129,8 @@ class SlicePlacement:
         return at
 
 
+_MOST_HELD = 64
+"""Blobs whose slices are kept: neighbours are asked for again and again, and all of them would not fit in memory."""
 _STRIDE = 2**40
 """Above any element count, so that (tensor, start) sorts as one integer."""
 

@@ -90,6 +90,8 @@ class PayloadFormat(ABC):
         finally:
             store.close()
         cuts = self.cuts(catalog, blob)
+        if len(header.pieces) != len(cuts) - 1:
+            return None
         return [entry_of(key, header.payload, header.crc, cuts, header.pieces)], header.pieces
 
     def derived(self, catalog: Catalog) -> list[tuple[str, bytes]]:

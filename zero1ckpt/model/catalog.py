@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -126,7 +127,7 @@ class TablePlacement:
         return self.table.take(rows[np.argsort(self.table.at[rows], kind="stable")])
 
     def locate(self, param: IntColumn, slot: IntColumn, start: IntColumn, size: IntColumn) -> tuple[IntColumn, Extents]:
-        table, tensor, bounds = self._sorted()
+        table, tensor, bounds = self._sorted
         wanted = param * self.slot_count + slot
         first = np.searchsorted(tensor, wanted, side="left")
         last = np.searchsorted(tensor, wanted, side="right")
@@ -159,7 +160,9 @@ class TablePlacement:
             (end - begin) * item,
         )
 
+    @cached_property
     def _sorted(self) -> tuple[Extents, IntColumn, IntColumn]:
+        """The table by tensor and start, the tensor of each row, and where it begins and ends."""
         table = self.table.take(np.flatnonzero(self.table.size > 0))
         tensor = table.param * self.slot_count + table.slot
         order = np.lexsort((table.start, tensor))
@@ -198,13 +201,16 @@ def fold_pieces(state: PartState, extents: Extents, cuts: IntColumn, crcs: Seque
 
 
 def digest_tensors(state: PartState, values: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-    """Digests of all present tensors from their value checksums; a tensor of 0 elements needs none. Pure."""
+    """Digests of all present tensors from their value checksums; a tensor of 0 elements needs none. Pure.
+
+    Raises ``KeyError`` for another tensor without one: nobody has written it.
+    """
     digests = {}
     for param, spec in enumerate(state.params):
         for slot, kind in enumerate(state.slots):
             if (param, slot) not in state.absent:
-                crc = values.get((param, slot), 0)
                 nbytes = state.tensor_nbytes(param, slot)
+                crc = values[param, slot] if nbytes else 0
                 shape = state.shape_of(param, slot)
                 digests[param, slot] = tensor_digest(spec.name, kind.name, kind.dtype, shape, crc, nbytes)
     return digests
