@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +22,44 @@ from .shards import UNSIGNED, Shard, ShardHeader, read_header
 
 __all__ = ["ShardSource"]
 
-_CACHE_BYTES = 32 * 2**20
-"""Decoded chunks that are kept: a window takes small parts of several arrays by turns."""
+_CACHE_BYTES = 16 * 2**20
+"""Decoded chunks that a source keeps: a window takes small parts of several arrays by turns."""
+_MAX_SOURCES = 8
 _MAX_OPEN = 256
+
+
+@dataclass
+class _Opened:
+    """Arrays that one source has open, by folder, and the context with their cache."""
+
+    context: Any
+    arrays: dict[str, Any] = field(default_factory=dict)
+
+
+class _Recent:
+    """What the sources that read last have open, and no others: a verifier keeps a source for each blob."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[object, _Opened] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, source: object) -> _Opened:
+        import tensorstore as ts
+
+        with self._lock:
+            found = self._kept.pop(source, None)
+            if found is None:
+                found = _Opened(ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}}))
+            self._kept[source] = found
+            if len(self._kept) > _MAX_SOURCES:
+                self._kept.popitem(last=False)
+            return found
+
+    def drop(self, source: object) -> None:
+        self._kept.pop(source, None)  # without the lock: a finalizer may run while it is held
+
+
+_RECENT = _Recent()
 
 
 @dataclass
@@ -39,9 +76,11 @@ class ShardSource:
     cuts: Callable[[int], IntColumn]
     nodes: Callable[[int], Sequence[tuple[str, bytes]]]
     _headers: dict[int, tuple[ShardHeader, IntColumn]] = field(default_factory=dict)
-    _arrays: dict[str, Any] = field(default_factory=dict)
-    _context: Any = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _token: object = field(default_factory=object)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _RECENT.drop, self._token)
 
     def label(self, blob: int) -> str:
         return self.store.label(self.shard(blob).key)
@@ -130,12 +169,13 @@ class ShardSource:
         """Begins to read elements of the array into ``values``."""
         import tensorstore as ts
 
-        begun, done = [], 0
+        opened = _RECENT.of(self._token)
+        array = self._array(opened, shard.folder, shard.array)
+        begun: list[Any] = []
+        done = 0
         for box in range_boxes(shard.array.shape, elements):
-            target = ts.array(
-                values[done : done + box.size].reshape(box.shape), context=self._tensorstore(), copy=False
-            )
-            found = self._array(shard.folder, shard.array)[box.slices].translate_to[(0,) * len(box.shape)]
+            target = ts.array(values[done : done + box.size].reshape(box.shape), context=opened.context, copy=False)
+            found = array[box.slices].translate_to[(0,) * len(box.shape)]
             begun.append(target.write(found))
             done += box.size
         return begun
@@ -157,20 +197,11 @@ class ShardSource:
                 hint="restore it from a copy",
             ) from error
 
-    def _tensorstore(self) -> Any:
-        import tensorstore as ts
-
-        with self._lock:
-            if self._context is None:
-                self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-            return self._context
-
-    def _array(self, folder: str, array: ArraySpec) -> Any:
+    def _array(self, opened: _Opened, folder: str, array: ArraySpec) -> Any:
         """The array as tensorstore has it; its metadata is that of the manifest, and no missing chunk is zero."""
         import tensorstore as ts
 
-        with self._lock:
-            found = self._arrays.get(folder)
+        found = opened.arrays.get(folder)
         if found is None:
             if not isinstance(self.store, LocalStore):
                 raise UnsupportedError("zarr arrays are read from local files only", file=self.store.label(folder))
@@ -184,9 +215,8 @@ class ShardSource:
                 "recheck_cached_data": False,
                 "recheck_cached_metadata": False,
             }
-            found = ts.open(spec, context=self._tensorstore()).result()
-            with self._lock:
-                if len(self._arrays) >= _MAX_OPEN:
-                    self._arrays.clear()
-                self._arrays[folder] = found
+            found = ts.open(spec, context=opened.context).result()
+            if len(opened.arrays) >= _MAX_OPEN:
+                opened.arrays.clear()
+            opened.arrays[folder] = found
         return found
