@@ -11,22 +11,25 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..core.digest import crc64, format_digest, tensor_digest
-from ..core.errors import CorruptError, MissingError, Zero1CkptError
+from ..core.digest import crc64, format_digest, shift, tensor_digest
+from ..core.errors import MissingError, Zero1CkptError
 from ..core.ranges import IntColumn
-from ..encodings.tensor_file import check_tensor_file, read_tensor
-from ..model.catalog import Catalog, Extents, digest_tensors, fold_pieces
+from ..encodings.safetensors_file import tensor_cuts
+from ..encodings.tensor_file import check_tensor_file
+from ..model.catalog import Catalog, digest_tensors, fold_pieces
 from ..model.manifest import MANIFEST_NAME, FileEntry, make_part, whole_digest
 from ..model.numeric import first_negative, first_nonfinite
 from ..model.protocols import Progress, Source
 from ..model.state import Scalar
 from ..model.values import decode_value
-from .commit import workers_or_default
+from ..resharding.plan import window_bounds
+from .commit import window_bytes, workers_or_default
 from .stored import MODEL_FILE, Stored, describe
 
 __all__ = ["Finding", "Verification", "in_parallel", "verify"]
 
-_READ_BYTES = 8 * 2**20
+_SHARE = 4
+"""Bytes of data that a window of one byte takes: itself, and what numpy makes of it on the way."""
 _NOT_NEGATIVE = frozenset(
     {
         *("exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adam and its kin
@@ -58,6 +61,8 @@ class Verification:
 
     findings: list[Finding] = field(default_factory=list)
     notices: list[Finding] = field(default_factory=list)
+    steps: list[Finding] = field(default_factory=list)
+    """Counts of updates that do not agree: worth knowing where nothing else tells why, and no sign of damage."""
     bytes_read: int = 0
 
     @property
@@ -98,7 +103,9 @@ def verify(
         _check_steps(catalog, result)
     _check_parts(stored, result)
     if deep:
-        _check_data(stored, broken, result, workers_or_default(workers), progress)
+        threads = workers_or_default(workers)
+        window = window_bytes(memory_limit, threads) // _SHARE
+        _check_data(stored, broken, result, threads, window, progress)
     if against is not None:
         result.findings += _differences(stored, describe(against, check_files=False), workers, memory_limit)
     return result
@@ -217,15 +224,15 @@ def _check_steps(catalog: Catalog, result: Verification) -> None:
         if len(steps) > 1:
             (low, first), (high, last) = min(steps.items()), max(steps.items())
             message = f"group {group}: step is {low:g} for {first} and {high:g} for {last}"
-            result.notices.append(Finding("steps_differ", message, part, first, "step"))
+            result.steps.append(Finding("steps_differ", message, part, first, "step"))
         if max(steps) > state.step:
             message = f"{steps[max(steps)]}: step is {max(steps):g}, and the whole part has made {state.step} updates"
-            result.notices.append(Finding("step_beyond", message, part, steps[max(steps)], "step"))
+            result.steps.append(Finding("step_beyond", message, part, steps[max(steps)], "step"))
     stated = [decode_value(dict(group)).get("step") for group in state.groups]
     known = {step for step in stated if isinstance(step, int | float)}
     if known - {state.step}:
         message = f"groups state step {', '.join(f'{step:g}' for step in sorted(known))}, the part {state.step}"
-        result.notices.append(Finding("steps_differ", message, part))
+        result.steps.append(Finding("steps_differ", message, part))
 
 
 def _impossible(slot: str, scalar: Scalar) -> str:
@@ -242,18 +249,23 @@ def _check_parts(stored: Stored, result: Verification) -> None:
     steps: Mapping[str, int] = {name: catalog.state.step for name, catalog in stored.catalogs.items()}
     if len(set(steps.values())) > 1:
         message = ", ".join(f"{name!r} {step}" for name, step in steps.items())
-        result.notices.append(Finding("steps_differ", f"the parts have made different numbers of updates: {message}"))
+        result.steps.append(Finding("steps_differ", f"the parts have made different numbers of updates: {message}"))
 
 
 def _check_data(
-    stored: Stored, broken: set[str | None], result: Verification, workers: int, progress: Progress | None
+    stored: Stored,
+    broken: set[str | None],
+    result: Verification,
+    workers: int,
+    window: int,
+    progress: Progress | None,
 ) -> None:
     """Reads every payload and compares each piece; looks at the values on the way."""
     lock = threading.Lock()
 
     def check(job: tuple[Catalog, Source, int]) -> None:
         catalog, source, blob = job
-        reader = _BlobReader(catalog, source, blob, zero_padding=stored.format.zero_padding)
+        reader = _BlobReader(catalog, source, blob, window, zero_padding=stored.format.zero_padding)
         try:
             for nbytes in reader.run():
                 if progress is not None:
@@ -275,88 +287,153 @@ def _check_data(
     in_parallel(iter(jobs), check, workers)
     for entry in stored.other_files():
         if entry.path not in broken:
-            result.findings += _check_tensors(stored, entry)
-    result.findings.sort(key=lambda f: (f.part, f.file or "", f.param or "", f.slot or "", f.range or (0, 0)))
+            result.findings += _check_tensors(stored, entry, window)
+    result.findings.sort(key=_place)
 
 
-def _check_tensors(stored: Stored, entry: FileEntry) -> Iterator[Finding]:
+def _place(finding: Finding) -> tuple[str, str, str, str, bool, tuple[int, int]]:
+    """Findings by their place; damage comes before the values that it made."""
+    f = finding
+    return f.part, f.file or "", f.param or "", f.slot or "", f.kind != "damaged_data", f.range or (0, 0)
+
+
+def _check_tensors(stored: Stored, entry: FileEntry, window: int) -> Iterator[Finding]:
     """Reads all tensors of a file beside the state; those of the model must have the digests of the manifest."""
     header = check_tensor_file(stored.store, entry)
     stated = {model.name: model for model in stored.manifest.model} if entry.path == MODEL_FILE else {}
+    cuts = tensor_cuts(header.tensors, header.piece_bytes)
     for tensor in header.tensors:
-        try:
-            data = memoryview(read_tensor(stored.store, entry.path, header, tensor.name))
-        except CorruptError as error:
-            yield Finding("damaged_data", str(error), param=tensor.name, file=entry.path)
-            continue
+        total = 0
+        for piece in range(*np.searchsorted(cuts, [tensor.begin, tensor.end]).tolist()):
+            low, high = int(cuts[piece]), int(cuts[piece + 1])
+            crc = _checksum(stored, entry.path, header.payload + low, high - low, window)
+            total ^= shift(crc, tensor.end - high)
+            if crc != header.pieces[piece]:
+                inside = f"bytes {low - tensor.begin} to {high - tensor.begin} of it do not match their checksum"
+                message = f"{stored.store.label(entry.path)}: {tensor.name}: {inside}"
+                yield Finding("damaged_data", message, param=tensor.name, file=entry.path)
         model = stated.pop(tensor.name, None)
         if model is not None:
-            crc = tensor_digest(model.name, model.kind, tensor.dtype, tensor.shape, crc64(data), data.nbytes)
-            if format_digest(crc) != model.digest:
-                message = f"{entry.path}: {model.name}: found digest {format_digest(crc)}, expected {model.digest}"
+            size = tensor.end - tensor.begin
+            digest = format_digest(tensor_digest(model.name, model.kind, tensor.dtype, tensor.shape, total, size))
+            if digest != model.digest:
+                message = f"{entry.path}: {model.name}: found digest {digest}, expected {model.digest}"
                 yield Finding("wrong_digest", message, param=model.name, file=entry.path)
     for name in stated:
         yield Finding("missing_tensor", f"{entry.path}: {name} is not in the file", param=name, file=entry.path)
 
 
-class _BlobReader:
-    """Reads one payload in windows of whole pieces; keeps what it finds, one finding a piece or slice at most."""
+def _checksum(stored: Stored, key: str, offset: int, nbytes: int, window: int) -> int:
+    """Checksum of a run of a file's bytes, read in windows."""
+    crc = 0
+    buffer = memoryview(bytearray(min(window, nbytes)))
+    for at in range(0, nbytes, max(window, 1)):
+        data = buffer[: min(window, nbytes - at)]
+        stored.store.readv_into(key, offset + at, [data])
+        crc = shift(crc, data.nbytes) ^ crc64(data)
+    return crc
 
-    def __init__(self, catalog: Catalog, source: Source, blob: int, *, zero_padding: bool) -> None:
+
+class _BlobReader:
+    """Reads one payload in windows; keeps what it finds, one finding a piece or slice at most.
+
+    A window lies inside one slice or what is between slices, and begins at an element, so that values can be looked at;
+    a piece may lie in several windows.
+    """
+
+    def __init__(self, catalog: Catalog, source: Source, blob: int, window: int, *, zero_padding: bool) -> None:
         self.catalog = catalog
         self.zero_padding = zero_padding
         self.source = source
         self.blob = blob
+        self.window = max(window // 8 * 8, 8)
         self.findings: list[Finding] = []
         self.bytes_read = 0
-        self._nonfinite: set[tuple[int, int]] = set()
+        self._cuts, self._crcs = _pieces(source, blob)
+        self._table = catalog.placement.extents(blob)
+        self._crc = 0
+        self._bad_values: set[tuple[int, int]] = set()
+        self._bad_padding = False
 
     def run(self) -> Iterator[int]:
-        cuts, crcs = _pieces(self.source, self.blob)
-        table = self.catalog.placement.extents(self.blob)
-        owner = np.searchsorted(table.at, cuts[:-1], side="right") - 1
-        for first, last in _groups(cuts, _READ_BYTES):
-            begin, end = int(cuts[first]), int(cuts[last])
-            data = memoryview(bytearray(end - begin))
+        table = self._table
+        edges = np.concatenate((table.at, table.at + table.nbytes))
+        bounds = window_bounds(self.catalog.placement.payload_nbytes(self.blob), self.window, edges)
+        owner = np.searchsorted(table.at, bounds[:-1], side="right") - 1
+        buffer = memoryview(bytearray(min(self.window, int(bounds[-1]))))
+        for first, last in _groups(bounds, self.window):
+            begin, end = int(bounds[first]), int(bounds[last])
+            data = buffer[: end - begin]
             self.source.read_run(self.blob, begin, [data])
-            for piece in range(first, last):
-                low, high = int(cuts[piece]), int(cuts[piece + 1])
-                self._piece(table, int(owner[piece]), low, data[low - begin : high - begin], crcs[piece])
+            for i in range(first, last):
+                low, high = int(bounds[i]), int(bounds[i + 1])
+                self._look(int(owner[i]), low, data[low - begin : high - begin])
+                self._hash(int(owner[i]), low, data[low - begin : high - begin])
             self.bytes_read += end - begin
             yield end - begin
 
-    def _piece(self, table: Extents, row: int, low: int, data: memoryview, stated: int) -> None:
-        file = self.source.label(self.blob)
-        key = self.catalog.placement.blob_key(self.blob)
-        if row < 0 or low >= int(table.at[row] + table.nbytes[row]):
-            if self.zero_padding and np.frombuffer(data, np.uint8).any():
-                message = f"{file}: padding at payload byte {low} to {low + data.nbytes} is not zero"
-                self.findings.append(Finding("nonzero_padding", message, self.catalog.part, file=key))
-            elif crc64(data) != stated:
-                message = f"{file}: what lies between tensors at payload byte {low} does not match its checksum"
-                self.findings.append(Finding("damaged_data", message, self.catalog.part, file=key))
+    def _is_padding(self, row: int, at: int) -> bool:
+        return row < 0 or at >= int(self._table.at[row] + self._table.nbytes[row])
+
+    def _hash(self, row: int, low: int, data: memoryview) -> None:
+        """Goes on with the checksums of the pieces that these bytes lie in."""
+        piece = int(np.searchsorted(self._cuts, low, side="right")) - 1
+        done = 0
+        while done < data.nbytes:
+            end = int(self._cuts[piece + 1])
+            part = data[done : min(end - low, data.nbytes)]
+            self._crc = shift(self._crc, part.nbytes) ^ crc64(part) if self._crc else crc64(part)
+            done += part.nbytes
+            if low + done == end:
+                self._end_piece(row, piece)
+                piece += 1
+
+    def _end_piece(self, row: int, piece: int) -> None:
+        low, high = int(self._cuts[piece]), int(self._cuts[piece + 1])
+        wrong = self._crc != self._crcs[piece]
+        if self._is_padding(row, low):
+            if wrong and not self._bad_padding:
+                self._padding("damaged_data", f"what lies between tensors at byte {low}", "does not match its checksum")
+            self._bad_padding = False
+        elif wrong:
+            self._found("damaged_data", row, low, high, "the data does not match its checksum")
+        self._crc = 0
+
+    def _look(self, row: int, low: int, data: memoryview) -> None:
+        """Values that cannot be, and padding that is not zero."""
+        if self._is_padding(row, low):
+            if self.zero_padding and not self._bad_padding and np.frombuffer(data, np.uint8).any():
+                self._bad_padding = True
+                self._padding("nonzero_padding", f"padding at payload byte {low} to {low + data.nbytes}", "is not zero")
             return
-        param, slot = int(table.param[row]), int(table.slot[row])
-        spec, kind = self.catalog.state.params[param], self.catalog.state.slots[slot]
-        start = int(table.start[row]) + (low - int(table.at[row])) // kind.itemsize
-        span = (start, start + data.nbytes // kind.itemsize)
-
-        def found(what: str, problem: str) -> None:
-            message = f"{file}: {spec.name}: {kind.name} elements {span[0]} to {span[1]}: {problem}"
-            self.findings.append(Finding(what, message, self.catalog.part, spec.name, kind.name, span, key))
-
-        if crc64(data) != stated:
-            found("damaged_data", "the data does not match its checksum")
-        if (param, slot) in self._nonfinite:
+        key = int(self._table.param[row]), int(self._table.slot[row])
+        kind = self.catalog.state.slots[key[1]]
+        if key in self._bad_values:
             return
         at = first_nonfinite(data, kind.dtype)
+        what, problem = "nonfinite", "is not finite"
+        if at is None and kind.name in _NOT_NEGATIVE:
+            at = first_negative(data, kind.dtype)
+            what, problem = "negative", "is negative, and a second moment cannot be"
         if at is not None:
-            self._nonfinite.add((param, slot))
-            found("nonfinite", f"element {start + at} is not finite")
-        at = first_negative(data, kind.dtype) if kind.name in _NOT_NEGATIVE else None
-        if at is not None:
-            self._nonfinite.add((param, slot))
-            found("negative", f"element {start + at} is negative, and a second moment cannot be")
+            self._bad_values.add(key)
+            start = int(self._table.start[row]) + (low - int(self._table.at[row])) // kind.itemsize
+            place = low + at * kind.itemsize
+            self._found(what, row, place, place + kind.itemsize, f"element {start + at} {problem}")
+
+    def _found(self, what: str, row: int, low: int, high: int, problem: str) -> None:
+        """A finding of payload bytes inside one slice."""
+        spec = self.catalog.state.params[int(self._table.param[row])]
+        kind = self.catalog.state.slots[int(self._table.slot[row])]
+        origin = int(self._table.start[row]) * kind.itemsize - int(self._table.at[row])
+        span = ((origin + low) // kind.itemsize, -(-(origin + high) // kind.itemsize))
+        file, key = self.source.label(self.blob), self.catalog.placement.blob_key(self.blob)
+        message = f"{file}: {spec.name}: {kind.name} elements {span[0]} to {span[1]}: {problem}"
+        self.findings.append(Finding(what, message, self.catalog.part, spec.name, kind.name, span, key))
+
+    def _padding(self, what: str, place: str, problem: str) -> None:
+        file, key = self.source.label(self.blob), self.catalog.placement.blob_key(self.blob)
+        self.findings.append(Finding(what, f"{file}: {place} {problem}", self.catalog.part, file=key))
 
 
 def _pieces(source: Source, blob: int) -> tuple[IntColumn, Sequence[int]]:
@@ -366,11 +443,11 @@ def _pieces(source: Source, blob: int) -> tuple[IntColumn, Sequence[int]]:
     return pieces
 
 
-def _groups(cuts: IntColumn, limit: int) -> Iterator[tuple[int, int]]:
-    """Runs of pieces of at most ``limit`` bytes, or one piece that is larger."""
+def _groups(bounds: IntColumn, limit: int) -> Iterator[tuple[int, int]]:
+    """Runs of windows of at most ``limit`` bytes together."""
     first = 0
-    while first < len(cuts) - 1:
-        last = max(int(np.searchsorted(cuts, cuts[first] + limit, side="right")) - 1, first + 1)
+    while first < len(bounds) - 1:
+        last = max(int(np.searchsorted(bounds, bounds[first] + limit, side="right")) - 1, first + 1)
         yield first, last
         first = last
 

@@ -19,11 +19,20 @@ __all__ = ["finding_row", "run"]
 _ROWS = 40
 
 
-def run(path: str, *, deep: bool, against: str | None, as_json: bool, quiet: bool) -> int:
+def run(
+    path: str,
+    *,
+    deep: bool,
+    against: str | None,
+    workers: int | None,
+    memory_limit: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
     """Prints what was found. Raises ``VerificationError`` where that is something."""
     total = describe(Path(path), check_files=False).total_bytes if deep else 0
     with progress("verify", total, quiet=quiet or not deep) as told:
-        result = verify(path, deep=deep, against=against, progress=told)
+        result = verify(path, deep=deep, against=against, workers=workers, memory_limit=memory_limit, progress=told)
     if as_json:
         write_json(_document(path, against, deep, result))
     elif not quiet:
@@ -62,15 +71,16 @@ def _document(path: str, against: str | None, deep: bool, result: Verification) 
         "deep": deep,
         "ok": result.ok,
         "findings": [finding_row(finding) for finding in result.findings],
-        "notices": [finding_row(notice) for notice in result.notices],
+        "notices": [finding_row(notice) for notice in [*result.notices, *result.steps]],
     }
 
 
 def _write(page: Page, path: str, against: str | None, deep: bool, result: Verification) -> None:
-    for title, findings in (("Findings", result.findings), ("Notices", result.notices)):
+    notices = [*result.notices, *result.steps]
+    for title, findings in (("Findings", result.findings), ("Notices", notices)):
         if findings:
             page.table(_table(title, findings))
-    if result.findings or result.notices:
+    if result.findings or notices:
         page.line()
     mark = ("✓" if page.unicode else "ok:") if result.ok else ("✗" if page.unicode else "no:")
     page.line(f"{mark} {_summary(path, against, deep, result)}", "green" if result.ok else "red")
