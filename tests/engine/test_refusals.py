@@ -32,7 +32,7 @@ def weight(*shape, dtype=torch.float32, device="cpu"):
         ([("w", weight(2)), ("m", weight(2, device="meta"))], UnsupportedError, "m: .*meta"),
         ([weight(2), weight(2, dtype=torch.float64)], UnsupportedError, "float64"),
         ([nn.LazyLinear(3).weight], UsageError, "no shape"),
-        ([nn.Linear(1, 1), nn.Linear(1, 1)], UnsupportedError, "chunks"),
+        ([nn.Linear(1, 1), weight(2)], UsageError, "a model among params"),
     ],
 )
 def test_params(params, error, words):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..core.errors import UnsupportedError, UsageError
 from ..model.state import ParamSpec
 from .naming import strip_wrappers
 
-__all__ = ["GroupInput", "ParamTable", "collect_params", "dtype_name", "dtype_of"]
+__all__ = ["GroupInput", "ModelChunks", "ParamTable", "collect_params", "dtype_name", "dtype_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -31,12 +31,16 @@ class GroupInput:
 
 @dataclass(frozen=True)
 class ParamTable:
-    """Trained params in registration order. ``tensors[i]`` is the model's own param, ``specs[i]`` describes it."""
+    """Trained params in registration order. ``tensors[i]`` is the model's own param, ``specs[i]`` describes it.
+
+    ``chunks``: the model, where it was given in several.
+    """
 
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
     specs: tuple[ParamSpec, ...]
     groups: tuple[GroupInput, ...]
     device: torch.device
+    chunks: ModelChunks | None = field(default=None, repr=False)
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -49,6 +53,36 @@ class ParamTable:
             (s.name, f"shape {s.shape} {s.dtype} grads {s.grad_dtype} group {s.group} shared {s.shared_embedding}")
             for s in self.specs
         ]
+
+
+class ModelChunks(nn.Module):
+    """Several modules as one model: the chunks that a pipeline stage runs (virtual pipeline), in their order.
+
+    Params keep the names that they have in their chunk, unless two of them have the same: then every name gets the
+    chunk's number, ``model0.``, ``model1.``, as in Megatron.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        rows = [list(chunk.named_parameters()) for chunk in self.chunks]
+        names = [strip_wrappers([name for name, _ in row]) for row in rows]
+        known: dict[str, nn.Parameter] = {}
+        alone = all(
+            known.setdefault(name, param) is param
+            for row, own in zip(rows, names, strict=True)
+            for name, (_, param) in zip(own, row, strict=True)
+        )
+        seen: set[nn.Parameter] = set()
+        for at, (row, own) in enumerate(zip(rows, names, strict=True)):
+            for name, (_, param) in zip(own, row, strict=True):
+                if param not in seen or not remove_duplicate:
+                    seen.add(param)
+                    yield prefix + (name if alone else f"model{at}.{name}"), param
 
 
 @dataclass
@@ -69,14 +103,17 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def collect_params(source: Any, model: nn.Module | None, grad_dtype: torch.dtype | str | None) -> ParamTable:
+def collect_params(
+    source: Any, given: nn.Module | Sequence[nn.Module] | None, grad_dtype: torch.dtype | str | None
+) -> ParamTable:
     """Read ``source`` (a model, tensors, (name, tensor) pairs, or group dicts of either), leaving frozen params out.
 
-    A tensor that stands under several names is one param under its first name. Raises ``UsageError`` for no trainable
-    params, a param in two groups, a name given twice and a tensor that is not in ``model``; ``UnsupportedError`` for
-    params on several devices or on meta, dtypes that are not real floating point of 16 to 64 bits, modules that make
-    sparse gradients, and a model that something else reduces the gradients of.
+    A model may be a list of chunks. A tensor that stands under several names is one param under its first name. Raises
+    ``UsageError`` for no trainable params, a param in two groups, a name given twice and a tensor that is not in
+    ``model``; ``UnsupportedError`` for params on several devices or on meta, dtypes that are not real floating point of
+    16 to 64 bits, modules that make sparse gradients, and a model that something else reduces the gradients of.
     """
+    source, model = _chunked(source), _chunked(given)
     if isinstance(source, nn.Module):
         model, source = source, list(source.parameters())
     if model is not None:
@@ -103,7 +140,15 @@ def collect_params(source: Any, model: nn.Module | None, grad_dtype: torch.dtype
         )
         for i, group in enumerate(groups)
     )
-    return ParamTable(tuple(e.tensor for e in trained), specs, inputs, trained[0].tensor.device)
+    chunks = model if isinstance(model, ModelChunks) else None
+    return ParamTable(tuple(e.tensor for e in trained), specs, inputs, trained[0].tensor.device, chunks)
+
+
+def _chunked(given: Any) -> Any:
+    """A list of modules as one model; anything else as it is."""
+    if isinstance(given, list | tuple) and given and all(isinstance(item, nn.Module) for item in given):
+        return ModelChunks(given)
+    return given
 
 
 def _groups(source: Any) -> list[dict[str, Any]]:
@@ -117,7 +162,7 @@ def _groups(source: Any) -> list[dict[str, Any]]:
     if not items:
         raise UsageError("no params to train", found="an empty list")
     if any(isinstance(item, nn.Module) for item in items):
-        raise UnsupportedError("several model chunks in one optimizer", hint="pass one model, or groups of params")
+        raise UsageError("a model among params", hint="pass one model, a list of chunks, or params")
     if not isinstance(items[0], dict):
         return [{"params": items}]
     for at, group in enumerate(items):

@@ -45,7 +45,8 @@ __all__ = ["OwnedFragment", "Zero1Optimizer"]
 class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     """An elementwise torch optimizer over 1/dp_size of every bucket.
 
-    ``params``: a model, params, (name, param) pairs, or group dicts of either. ``optimizer_class``: the inner
+    ``params``: a model, the chunks of one in a list, params, (name, param) pairs, or group dicts of either.
+    ``name`` tells the optimizers of one process apart: ranks must make them alike. ``optimizer_class``: the inner
     optimizer's class, which gets ``options``. Gradients are averaged over ``process_group`` (default: the default
     group; without one, one rank). Params start with rank 0's values.
 
@@ -73,7 +74,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         params: Any,
         optimizer_class: InnerFactory,
         *,
-        model: nn.Module | None = None,
+        model: Any = None,
         process_group: dist.ProcessGroup | None = None,
         expert_group: dist.ProcessGroup | None = None,
         name: str = "",
@@ -138,13 +139,13 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         self._table: ParamTable
         self.options, self._table, template = read_together(self.control, read)
         self._agree(template)
-        known = params if isinstance(params, nn.Module) else model
+        known = self._table.chunks or (params if isinstance(params, nn.Module) else model)
         self._build(optimizer_class, template, options, read_timeout(timeout), known)
 
     # ----------------------------------------------------------------------------------------------------- construction
 
     def _agree(self, template: InnerTemplate) -> None:
-        head = [("", f"{template.name} {self.options} groups {len(self._table.groups)}")]
+        head = [("", f"{self.name!r} {template.name} {self.options} groups {len(self._table.groups)}")]
         self.control.agree(head, "optimizers")
         self.control.agree(self._table.rows(), "params")
 

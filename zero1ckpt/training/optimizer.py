@@ -23,8 +23,9 @@ class Zero1Optimizer(Engine):
     See ``zero1ckpt.engine.zero1.Zero1Optimizer`` for the arguments.
     """
 
-    def __init__(self, params: Any, *args: Any, model: nn.Module | None = None, **options: Any) -> None:
-        self._model = params if isinstance(params, nn.Module) else model
+    def __init__(self, params: Any, *args: Any, model: Any = None, **options: Any) -> None:
+        known = params if isinstance(params, nn.Module) else model
+        self._model = known if isinstance(known, nn.Module) else None
         self.half_loaded = False
         super().__init__(params, *args, model=model, **options)
 
