@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 import zero1ckpt
 from tests.strategies import small_state, tree
-from zero1ckpt.core.errors import UsageError
-from zero1ckpt.storage.rendezvous import Ranks
-from zero1ckpt.storage.staging import find_leftovers, remove_leftover
+from zero1ckpt.core.errors import LostRankError, OutputError, UsageError
+from zero1ckpt.storage.rendezvous import Ranks, Rendezvous, rendezvous_path
+from zero1ckpt.storage.staging import Staging, find_leftovers, remove_leftover
 
 CODE = """
 import os, sys
@@ -95,6 +96,26 @@ def test_ranks_with_other_commands_do_not_mix(src, tmp_path):
     codes, lines = run(src, tmp_path / "out", dps=[5, 6, 5])
     assert all(codes) and any("another command" in line for line in lines)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_job_whose_other_ranks_do_not_come_leaves_nothing(tmp_path):
+    threads = threading.active_count()
+    with pytest.raises(LostRankError, match="rank 1"), Rendezvous(tmp_path / "out", Ranks(0, 2), timeout=0.2):
+        pass
+    with pytest.raises(LostRankError, match="rank 0"), Rendezvous(tmp_path / "out", Ranks(1, 2), timeout=0.2):
+        pass
+    assert not list(tmp_path.iterdir()) and threading.active_count() == threads
+
+
+def test_a_second_job_does_not_disturb_the_ranks_of_a_live_one(tmp_path):
+    staging = Staging(tmp_path / "out", {"command": "test"})
+    meeting = rendezvous_path(tmp_path / "out")
+    meeting.mkdir()
+    (meeting / "go").write_text("{}")
+    with pytest.raises(OutputError, match="another writer"), Rendezvous(tmp_path / "out", Ranks(0, 2), timeout=0.2):
+        pass
+    assert [path.name for path in meeting.iterdir()] == ["go"]
+    staging.abandon()
 
 
 @pytest.mark.parametrize("rank, size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])

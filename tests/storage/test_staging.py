@@ -11,7 +11,15 @@ from tests.faults import CALLS, calls, count_calls, in_child
 from tests.strategies import tree
 from zero1ckpt.core.errors import OutputError
 from zero1ckpt.storage import staging as staging_module
-from zero1ckpt.storage.staging import Staging, find_leftovers, partial_path, refuse_existing, remove_leftover, staged
+from zero1ckpt.storage.staging import (
+    Area,
+    Staging,
+    find_leftovers,
+    partial_path,
+    refuse_existing,
+    remove_leftover,
+    staged,
+)
 
 JOB = {"command": "test"}
 
@@ -51,6 +59,17 @@ def test_abandon_removes_made_parents_only(work):
         area.path("data").write_bytes(b"x")
         raise RuntimeError
     assert names(work) == ["there"] and names(work / "there") == []
+
+
+def test_a_rank_that_is_late_does_not_bring_an_abandoned_folder_back(work):
+    staging = Staging(work / "dst", JOB)
+    late = Area(staging.root)
+    staging.abandon()
+    with pytest.raises(OutputError):
+        late.path("deep/er/data")
+    with pytest.raises(OSError):
+        late.path("data").write_bytes(b"x")
+    assert names(work) == []
 
 
 def test_interrupt_leaves_for_a_resume(work):
@@ -233,14 +252,15 @@ def test_order_of_write_flush_rename_flush(work):
             log.append(("open", str(args[0])))
 
     with calls(before):
-        publish(work / "dst")
-    part = str(partial_path(work / "dst"))
+        publish(work / "new" / "er" / "dst")
+    part, work = str(partial_path(work / "new" / "er" / "dst")), work / "new" / "er"
     moved = log.index(("rename", part, str(work / "dst")))
     last = log.index(("rename", f"{part}/.manifest.json.part", f"{part}/manifest.json"))
     assert log.index(("fsync", f"{part}/.manifest.json.part")) < last < moved
     for folder in (part, f"{part}/deep", f"{part}/deep/er"):
         assert last < log.index(("fsync", folder)) < moved
-    assert ("fsync", str(work)) in log[moved:]
+    for folder in (work, work.parent, work.parent.parent):  # those that were made are entries of theirs
+        assert ("fsync", str(folder)) in log[moved:]
 
 
 # ----------------------------------------------------------------------------------------------------------- failures

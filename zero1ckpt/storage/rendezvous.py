@@ -24,7 +24,7 @@ import msgspec
 
 from ..core.errors import LostRankError, UsageError, Zero1CkptError
 from .local import writing
-from .staging import RANKS_SUFFIX
+from .staging import RANKS_SUFFIX, refuse_live_writer
 
 __all__ = ["Ranks", "Rendezvous", "rendezvous_path"]
 
@@ -72,6 +72,7 @@ class Rendezvous:
     """
 
     def __init__(self, dst: Path, ranks: Ranks, *, timeout: float) -> None:
+        self.dst = dst
         self.folder = rendezvous_path(dst)
         self.ranks = ranks
         self.timeout = timeout
@@ -81,17 +82,28 @@ class Rendezvous:
         self._beat: threading.Thread | None = None
 
     def __enter__(self) -> Rendezvous:
-        with writing(self.folder):
+        if self.ranks.rank == 0:  # a live job's ranks may be meeting here, and would take this one's files for theirs
+            refuse_live_writer(self.dst)
+        try:
+            with writing(self.folder):
+                self._meet()
+        except BaseException:  # no one calls __exit__ then
+            self._end_beating()
             if self.ranks.rank == 0:
                 self._clear()
-                self.folder.mkdir(parents=True)
-            self._start_beating()
-            if self.ranks.rank == 0:
-                tokens = {rank: self._await(f"hello-{rank}", rank).decode() for rank in range(1, self.ranks.size)}
-                self.post("go", msgspec.json.encode(tokens))
-            else:
-                self._join()
+            raise
         return self
+
+    def _meet(self) -> None:
+        if self.ranks.rank:
+            self._start_beating()
+            self._join()
+            return
+        self._clear()
+        self.folder.mkdir(parents=True)
+        self._start_beating()
+        tokens = {rank: self._await(f"hello-{rank}", rank).decode() for rank in range(1, self.ranks.size)}
+        self.post("go", msgspec.json.encode(tokens))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,9 +112,7 @@ class Rendezvous:
             line = str(error) if isinstance(error, Zero1CkptError) else f"{kind.__name__ if kind else ''}: {error}"
             with contextlib.suppress(OSError):
                 self.post("failed", f"rank {self.ranks.rank} on {socket.gethostname()}: {line}".encode())
-        self._stop.set()
-        if self._beat is not None:
-            self._beat.join()
+        self._end_beating()
         if self.ranks.rank == 0 and error is None:
             self._clear()
 
@@ -129,7 +139,7 @@ class Rendezvous:
 
     def _clear(self) -> None:
         """Takes the folder away in one step: others may be writing into it."""
-        aside = self.folder.with_name(f"{self.folder.name}-{self._token}")
+        aside = rendezvous_path(self.dst.with_name(f"{self.dst.name}.{self._token}"))  # a kill leaves what clean finds
         with contextlib.suppress(FileNotFoundError):
             self.folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
@@ -197,3 +207,8 @@ class Rendezvous:
 
         self._beat = threading.Thread(target=beat, name="zero1ckpt-alive", daemon=True)
         self._beat.start()
+
+    def _end_beating(self) -> None:
+        self._stop.set()
+        if self._beat is not None:
+            self._beat.join()

@@ -32,6 +32,7 @@ __all__ = [
     "find_leftovers",
     "partial_path",
     "refuse_existing",
+    "refuse_live_writer",
     "remove_leftover",
     "remove_whole",
     "staged",
@@ -66,10 +67,14 @@ class Area:
         self.resumed = resumed
 
     def path(self, key: str) -> Path:
-        """Where a file of the folder is written; parents are made."""
+        """Where a file of the folder is written; parents are made.
+
+        Never the folder itself: where its owner has removed it after an error, other ranks must not bring it back.
+        """
         path = self.root / key
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in reversed(path.relative_to(self.root).parents[:-1]):
+                (self.root / folder).mkdir(exist_ok=True)
         return path
 
 
@@ -120,7 +125,8 @@ class Staging(Area):
                 fsync_folder(Path(folder))
             refuse_existing(self.dst, self.overwrite)
             self._move_into_place()
-            fsync_folder(self.dst.parent)
+            for parent in (self.dst.parent, *(made.parent for made in reversed(self._made))):
+                fsync_folder(parent)
             shutil.rmtree(self.root, ignore_errors=True)  # what was replaced
             self._unlock(remove=True)
 
@@ -237,6 +243,17 @@ def remove_whole(dst: Path) -> None:
             os.close(fd)
 
 
+def refuse_live_writer(dst: Path) -> None:
+    """Raises ``OutputError`` where a live writer is at work at ``dst``."""
+    owner = _live_owner(lock_path(dst))
+    if owner is not None:
+        raise _other_writer(dst, owner)
+
+
+def _other_writer(dst: Path, owner: str) -> OutputError:
+    return OutputError(f"another writer is at work here: {owner}", file=dst, hint="wait for it or choose another place")
+
+
 def refuse_existing(dst: Path, overwrite: bool) -> None:
     """Raises ``OutputError`` where ``dst`` holds something, unless it is to be overwritten and is a folder."""
     if not os.path.lexists(dst):
@@ -255,15 +272,11 @@ def _take_lock(dst: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = _read_lock(fd).get("owner", {})
+            owner = _owner_of(fd)
             os.close(fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            raise OutputError(
-                f"another writer is at work here: process {owner.get('pid')} on {owner.get('host')}",
-                file=dst,
-                hint="wait for it or choose another place",
-            ) from None
+            raise _other_writer(dst, owner) from None
         try:
             current = os.stat(path).st_ino
         except FileNotFoundError:
@@ -306,11 +319,16 @@ def _live_owner(path: Path) -> str | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        owner = _read_lock(fd).get("owner", {})
-        return f"process {owner.get('pid')} on {owner.get('host')}"
+        return _owner_of(fd)
     finally:
         os.close(fd)
     return None
+
+
+def _owner_of(fd: int) -> str:
+    owner = _read_lock(fd).get("owner")
+    known: dict[str, Any] = owner if isinstance(owner, dict) else {}
+    return f"process {known.get('pid')} on {known.get('host')}"
 
 
 def _read_lock(fd: int) -> dict[str, Any]:
