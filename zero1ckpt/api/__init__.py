@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint, open
     from .comparison import Comparison, diff
     from .exporting import Export, export
+    from .history import History, history
     from .resharding import ReshardPlan, plan_reshard, reshard
     from .verification import Finding, Verification, verify
     from .writing import write
@@ -20,10 +21,12 @@ __all__ = [
     "Comparison",
     "Export",
     "Finding",
+    "History",
     "ReshardPlan",
     "Verification",
     "diff",
     "export",
+    "history",
     "open",
     "plan_reshard",
     "reshard",
@@ -36,10 +39,12 @@ _HOMES = {
     "Comparison": "comparison",
     "Export": "exporting",
     "Finding": "verification",
+    "History": "history",
     "ReshardPlan": "resharding",
     "Verification": "verification",
     "diff": "comparison",
     "export": "exporting",
+    "history": "history",
     "open": "checkpoint",
     "plan_reshard": "resharding",
     "reshard": "resharding",
