@@ -88,6 +88,11 @@ class Communicator(ABC):
         self.arrivals = arrivals or Arrivals(None, 0, 1)
         self.traffic = Traffic()
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of what is kept from step to step to receive in."""
+        return 0
+
     @abstractmethod
     def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
         """Start to write the mean over ranks of this rank's slice of ``bucket`` into ``out``.
@@ -226,6 +231,10 @@ class PointToPointCommunicator(Communicator):
         if idle:
             idle.pop()
         return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(scratch.nbytes for idle in self._idle.values() for scratch in idle)
 
     def give_scratch(self, scratch: torch.Tensor) -> None:
         self._idle[scratch.dtype].append(scratch)

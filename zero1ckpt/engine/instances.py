@@ -74,6 +74,10 @@ class _Instances(Communicator):
         self._inside, self._whole = inside, whole
         inside.traffic = whole.traffic = self.traffic
 
+    @property
+    def scratch_bytes(self) -> int:
+        return self._inside.scratch_bytes + self._whole.scratch_bytes
+
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
         return self._inside.begin_all_gather(bucket)
 

@@ -191,6 +191,11 @@ class GradReducer:
 
     # --------------------------------------------------------------------------------------------------------- helpers
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes for gradients that come after their bucket was sent, in use or kept."""
+        return sum(extra.nbytes for held in (self._spare, self._extra) for extra in held.values())
+
     def _bucket(self, position: int) -> torch.Tensor:
         ref = self.order[position]
         return self._buffers[ref.buffer].bucket_of_grads(ref.bucket)

@@ -49,6 +49,11 @@ class TreeAccumulator:
         self._count = 0
         self._task = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums, kept from step to step."""
+        return sum(kept.nbytes for level in self._levels for kept in level)
+
     def _set_aside(self) -> None:
         level = 0
         while self._count >> level & 1:

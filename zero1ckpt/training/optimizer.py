@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.memory import MemoryReport, measure_memory
 from ..engine.zero1 import Zero1Optimizer as Engine
 from ..model.manifest import FormatOptions
 from ..registry import DEFAULT_FORMAT
@@ -103,6 +104,10 @@ class Zero1Optimizer(Engine):
         execute_load(self, plan, self._model)
         self.half_loaded = False
         return plan.extra
+
+    def memory(self) -> MemoryReport:
+        """Bytes that this rank's params, gradients, main params and states take, padding and temporaries told apart."""
+        return measure_memory(self)
 
     def check_steppable(self) -> None:
         check_whole(self)
