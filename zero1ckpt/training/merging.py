@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from ..api.commit import encode_manifest_of, part_manifest, write_derived
 from ..api.stored import part_prefix
 from ..core.errors import UsageError, Zero1CkptError
-from ..core.layout import LayoutRules, layout_params
+from ..core.layout import Layout, LayoutRules, layout_params
 from ..model.catalog import Catalog
 from ..model.manifest import FileEntry, PartManifest, RankExtra
 from ..model.state import PartState, Scalar
@@ -126,7 +129,28 @@ def _plan(request: SaveRequest, name: str, told: Sequence[PartHeader]) -> Catalo
     absent = frozenset((param, slots[slot]) for header in headers for param, slot in header.absent)
     state = replace(described, absent=absent, scalars=_merge_scalars(described, headers))
     layout = layout_params(state.params, first.rules)
+    _check_absent(name, state, layout, headers)
     return request.format.plan(state, layout, name, part_prefix(name), request.options)
+
+
+def _check_absent(name: str, state: PartState, layout: Layout, headers: Sequence[PartHeader]) -> None:
+    """A slot is absent on all ranks that own a part of the param, or the values of the others would be lost."""
+    told = Counter(key for header in headers for key in header.absent)
+    params = np.array(sorted({param for param, _ in told}), np.int64)
+    owners = np.zeros(layout.param_count, np.int64)
+    for index, buffer in enumerate(layout.buffers):
+        mine = params[layout.buffer_of[params] == index]
+        places = layout.place_of[mine]
+        row, _ = buffer.owners(places, np.zeros(len(mine), np.int64), buffer.end[places] - buffer.start[places])
+        owners[mine] = np.bincount(row, minlength=len(mine))
+    for (param, slot), ranks in told.items():
+        if ranks != owners[param]:
+            raise UsageError(
+                f"part {name!r}: slot {slot} has a value on some of the ranks that own a part of the param only",
+                param=state.params[param].name,
+                found=f"none on {ranks} of {owners[param]} ranks",
+                hint="all ranks must step the same params",
+            )
 
 
 def _merge_scalars(state: PartState, headers: Sequence[PartHeader]) -> tuple[Mapping[str, Scalar], ...]:

@@ -275,8 +275,12 @@ def _exchange_headers(request: SaveRequest, control: ControlPlane) -> list[dict[
     """Where blobs hold what several ranks own, all parts must be known before these can be made."""
     if request.format.keeps_layout:
         return None
-    mine = {part: part_header(optimizer, part) for part, optimizer in request.optimizers.items()}
-    return control.gather(mine, "the headers of a save")
+
+    def mine() -> dict[str, PartHeader]:
+        return {part: part_header(optimizer, part) for part, optimizer in request.optimizers.items()}
+
+    what = "the headers of a save"
+    return control.gather(together(control, what, mine), what)
 
 
 def _open_staging(
@@ -294,7 +298,11 @@ def _open_staging(
             staging.abandon()
         _tell(control, error, "the folder of a save")
         raise
-    control.broadcast((None, (str(staging.root), absent)), "the folder of a save")
+    try:
+        control.broadcast((None, (str(staging.root), absent)), "the folder of a save")
+    except BaseException:  # a rank is gone, and nobody would let go of the lock
+        staging.abandon()
+        raise
     return staging, absent
 
 
@@ -326,10 +334,7 @@ def _write(
     """
     files: list[FileEntry] = []
     try:
-        written = {
-            part: _write_part(request, area, part, request.optimizers[part], absent.get(part))
-            for part in sorted(request.optimizers)  # ranks that have several parts in common come to them in one order
-        }
+        written = _write_parts(request, area, absent)
         parts = {part: (part_header(o, part), written[part][0]) for part, o in request.optimizers.items()}
         if request.has_rank_extra:
             files.append(_write_rank_extra(request, area, control))
@@ -342,6 +347,25 @@ def _write(
         return RankReport(None, parts, files, _extra_digest(request), sent), None
     except BaseException as error:
         return RankReport(as_report(error), {}, [], None), error
+
+
+def _write_parts(request: SaveRequest, area: Area, absent: Absent) -> dict[str, tuple[Written, int]]:
+    """All parts of this rank, in one order on all ranks that have several in common.
+
+    Where ranks send each other what they hold, one that has failed goes on to its next part: others wait for it there.
+    """
+    written: dict[str, tuple[Written, int]] = {}
+    failure: BaseException | None = None
+    for part in sorted(request.optimizers):
+        try:
+            written[part] = _write_part(request, area, part, request.optimizers[part], absent.get(part))
+        except BaseException as error:
+            failure = failure or error
+            if request.format.keeps_layout or request.format.shared_blobs:
+                break
+    if failure is not None:
+        raise failure
+    return written
 
 
 def _write_part(
