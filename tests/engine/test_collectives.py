@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.engine.harness import run_ranks
 from tests.engine.models import SHAPES, Bag, bits_equal, grads_of
-from zero1ckpt.engine import collectives
+from zero1ckpt.engine import ordered
 from zero1ckpt.engine.collectives import LocalCommunicator, NativeCommunicator, make_communicator
 from zero1ckpt.engine.grad_norm import global_norm
 from zero1ckpt.engine.reductions import ordered_sum
@@ -40,7 +40,7 @@ def both_ways(rank, size):
     comm = make_communicator(dist.group.WORLD, torch.device("cpu"))
     shard = 40
     for window in (1, 7 * (size - 1), 1 << 22):
-        collectives.WINDOW = window
+        ordered.WINDOW = window
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             all_ranks = buckets(rank, size, shard * size, dtype)
             bucket = all_ranks[rank].clone()

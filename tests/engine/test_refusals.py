@@ -69,7 +69,7 @@ def test_expert_params():
         ({"reduce": "ring"}, UsageError, "reduce"),
         ({"reduce": "tree", "grad_dtype": "bfloat16"}, UsageError, "p: .*tree"),
         ({"timeout": 0}, UsageError, "timeout"),
-        ({"expert_group": object()}, UnsupportedError, "expert_group"),
+        ({"expert_group": object()}, UsageError, "expert_group"),
         ({"elementwise": False}, UnsupportedError, "elementwise"),
         ({"bucket_size": 0}, UsageError, "bucket_size"),
         ({"bucket_size": "all"}, UsageError, "bucket_size"),

@@ -48,7 +48,7 @@ class Views(MegatronViews):
         comm.rank, comm.size = rank, optimizer["dp_size"]
         buffers = make_buffers(self.layout, self.tensors, torch.device("cpu"))
         store = ShardStore(self.layout, buffers, comm, torch.float32)
-        self.fragments = owned_fragments(self.layout, self.specs, store, rank)
+        self.fragments = owned_fragments(self.layout, self.specs, store, [rank] * len(buffers))
 
     @property
     def model_params(self):

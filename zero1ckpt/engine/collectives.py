@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from .ordered import OrderedReduction, Works
 from .reductions import REDUCTIONS, Reduction, fixed_sum
 from .waiting import Arrivals, group_timeout
 
@@ -43,9 +44,6 @@ __all__ = [
     "Traffic",
     "make_communicator",
 ]
-
-WINDOW = 4 * 1024 * 1024
-"""Elements that one rank receives at a time in a point-to-point reduction: two windows of scratch are alive."""
 
 
 @dataclass
@@ -107,6 +105,16 @@ class Communicator(ABC):
     ) -> list[Pending]:
         """``begin_reduce_scatter`` of each (bucket, out), launched as one where the backend can."""
         return [self.begin_reduce_scatter(bucket, out, ahead=ahead) for bucket, out in pairs]
+
+    def of(self, buffer: int) -> Communicator:
+        """The communicator of one buffer of a layout."""
+        return self
+
+    def begin_buckets(
+        self, launches: Sequence[tuple[int, torch.Tensor, torch.Tensor]], *, ahead: bool = False
+    ) -> list[Pending]:
+        """``begin_reduce_scatters`` of (buffer, bucket, out)."""
+        return self.begin_reduce_scatters([(bucket, out) for _, bucket, out in launches], ahead=ahead)
 
     @abstractmethod
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
@@ -195,7 +203,7 @@ class PointToPointCommunicator(Communicator):
         self._idle: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
-        return _OrderedReduction(self, self.on_the_wire(bucket), out, ahead) if bucket.numel() else _DONE
+        return OrderedReduction(self, self.on_the_wire(bucket), out, ahead) if bucket.numel() else _DONE
 
     def begin_all_gather(self, bucket: torch.Tensor) -> Pending:
         if not bucket.numel():
@@ -203,7 +211,7 @@ class PointToPointCommunicator(Communicator):
         own = self.own(bucket)
         sent = {k: own for k, _ in self.peers}
         received = {k: self.slice_of(bucket, k) for k, _ in self.peers}
-        return _Works(self.exchange(sent, received), self.arrivals, "all-gather")
+        return Works(self.exchange(sent, received), self.arrivals, "all-gather")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
@@ -222,6 +230,10 @@ class PointToPointCommunicator(Communicator):
                 ops.append(dist.P2POp(dist.irecv, received[k], peer, self.group))
         return list(dist.batch_isend_irecv(ops)) if ops else []
 
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(scratch.nbytes for idle in self._idle.values() for scratch in idle)
+
     def take_scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """1-D scratch of at least ``numel`` elements, kept from step to step."""
         idle = self._idle.setdefault(like.dtype, [])
@@ -232,78 +244,8 @@ class PointToPointCommunicator(Communicator):
             idle.pop()
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
-    @property
-    def scratch_bytes(self) -> int:
-        return sum(scratch.nbytes for idle in self._idle.values() for scratch in idle)
-
     def give_scratch(self, scratch: torch.Tensor) -> None:
         self._idle[scratch.dtype].append(scratch)
-
-
-class _Works:
-    """Posted sends and receives."""
-
-    def __init__(self, works: list[Any], arrivals: Arrivals, what: str) -> None:
-        self._works, self._arrivals, self._what = works, arrivals, what
-        self._number = arrivals.next()
-
-    def wait(self) -> None:
-        for work in self._works:
-            self._arrivals.wait(work, self._number, self._what)
-
-
-class _OrderedReduction:
-    """A reduce-scatter in flight, window by window: the next window travels while this one is summed.
-
-    ``ahead`` posts all windows at once, since nothing can be posted later without the order of messages depending on
-    when a rank comes to wait: then all that is received is alive until the sum.
-    """
-
-    def __init__(self, comm: PointToPointCommunicator, bucket: torch.Tensor, out: torch.Tensor, ahead: bool) -> None:
-        self._comm, self._bucket, self._out = comm, bucket, out
-        self._number = comm.arrivals.next()
-        widest = max(comm.slice_of(bucket, k).numel() for k in range(comm.size))
-        step = max(1, WINDOW // (comm.size - 1))
-        self._windows = [(at, min(at + step, widest)) for at in range(0, widest, step)]
-        self._width = min(step, widest)
-        self._own = comm.own(bucket).numel()
-        self._depth = len(self._windows) if ahead else min(2, len(self._windows))
-        self._scratch = comm.take_scratch(self._depth * (comm.size - 1) * self._width, bucket)
-        self._works: dict[int, list[Any]] = {}
-        for at in range(self._depth if ahead else 1):
-            self._post(at)
-
-    def wait(self) -> None:
-        for at in range(len(self._windows)):
-            if at + 1 < len(self._windows) and at + 1 not in self._works:
-                self._post(at + 1)
-            for work in self._works.pop(at):
-                self._comm.arrivals.wait(work, self._number, "reduce-scatter")
-            self._sum(at)
-        self._comm.give_scratch(self._scratch)
-
-    def _received(self, at: int) -> dict[int, torch.Tensor]:
-        """Where each peer's part of window ``at`` arrives, by rank."""
-        low, high = self._windows[at]
-        base = (at % self._depth) * (self._comm.size - 1)
-        places = {}
-        for nth, (k, _) in enumerate(self._comm.peers):
-            start = (base + nth) * self._width
-            places[k] = self._scratch[start : start + max(0, min(high, self._own) - low)]
-        return places
-
-    def _post(self, at: int) -> None:
-        low, high = self._windows[at]
-        sent = {k: self._comm.slice_of(self._bucket, k)[low:high] for k, _ in self._comm.peers}
-        self._works[at] = self._comm.exchange(sent, self._received(at))
-
-    def _sum(self, at: int) -> None:
-        low, high = self._windows[at]
-        parts = self._received(at)
-        parts[self._comm.rank] = self._comm.own(self._bucket)[low:high]
-        out = self._out[low:high]
-        fixed_sum(self._comm.reduction, [parts[k] for k in range(self._comm.size)], self._comm.rank, out)
-        self._comm.to_mean(out)
 
 
 class NativeCommunicator(Communicator):
@@ -353,7 +295,7 @@ class NativeCommunicator(Communicator):
         own = self.own(bucket)
         work = dist.all_gather_into_tensor(bucket, own, group=self.group, async_op=True)
         self.traffic.add(1, bucket.numel() - own.numel(), bucket.element_size())
-        return _Works([work], self.arrivals, "all-gather")
+        return Works([work], self.arrivals, "all-gather")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)

@@ -9,10 +9,11 @@ from typing import Any
 from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import Layout, LayoutRules, default_bucket_size, layout_params
 from ..model.state import ParamSpec
+from .experts import expert_layout
 from .grad_scaler import make_scaler
 from .reductions import REDUCTIONS
 
-__all__ = ["EngineOptions", "choose_layout", "layout_rules", "refuse_unsupported"]
+__all__ = ["EngineOptions", "check_elementwise_option", "choose_layout", "layout_rules", "refuse_unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,20 @@ def layout_rules(options: EngineOptions, dp_size: int) -> LayoutRules:
     return LayoutRules(dp_size, size if isinstance(size, int) else None)
 
 
-def choose_layout(given: Layout | None, options: EngineOptions, specs: Sequence[ParamSpec], dp_size: int) -> Layout:
+def choose_layout(
+    given: Layout | None, options: EngineOptions, specs: Sequence[ParamSpec], dp_size: int, experts: int | None = None
+) -> Layout:
     """The layout of ``specs`` by the rules of ``options``, or by those of a layout that was made before. Pure.
+
+    ``experts``: ranks that expert buffers are laid out for.
 
     Raises ``UsageError`` for a layout of another dp size, or one in which a param lies elsewhere.
     """
     if given is None:
-        return layout_params(specs, layout_rules(options, dp_size))
+        made = layout_params(specs, layout_rules(options, dp_size))
+        return made if experts is None else expert_layout(made, specs, experts)
+    if experts is not None:
+        raise UnsupportedError("a layout that was made before, beside an expert_group", expected="layout=None")
     if given.rules.dp_size != dp_size:
         raise UsageError(
             "the layout was made for another dp size than the group's",
@@ -83,6 +91,12 @@ def choose_layout(given: Layout | None, options: EngineOptions, specs: Sequence[
     for name in theirs:
         raise UsageError("param of the layout is not trained", param=name)
     return made
+
+
+def check_elementwise_option(elementwise: bool | None) -> None:
+    """Raises ``UnsupportedError`` for False."""
+    if elementwise is False:
+        raise UnsupportedError("an optimizer that is not elementwise cannot be sharded", found="elementwise=False")
 
 
 def refuse_unsupported(**given: tuple[Any, Any]) -> None:

@@ -114,20 +114,20 @@ class GradReducer:
         if end <= self.launched:
             return
         launch_all()
-        pairs = []
+        launches = []
         for position in range(self.launched, end):
-            bucket = self._bucket(position)
-            own = self._comm.own(bucket)
+            bucket, number = self._bucket(position), self.order[position].buffer
+            own = self._comm.of(number).own(bucket)
             same = own.dtype == self._main_dtype
             shard = own if same else torch.empty_like(own, dtype=self._main_dtype)
-            pairs.append((bucket, shard))
+            launches.append((number, bucket, shard))
             self._shards.append(shard)
-            main_grads = self._buffers[self.order[position].buffer].main_grads
+            main_grads = self._buffers[number].main_grads
             for index in self.order[position].params:
                 self._sent_versions[index] = main_grads[index]._version
         self.launched = end
-        tensors = [tensor for pair in pairs for tensor in pair]
-        self._pending += self._side.begin(lambda: self._comm.begin_reduce_scatters(pairs, ahead=self.overlap), tensors)
+        tensors = [tensor for _, bucket, shard in launches for tensor in (bucket, shard)]
+        self._pending += self._side.begin(lambda: self._comm.begin_buckets(launches, ahead=self.overlap), tensors)
 
     # --------------------------------------------------------------------------------------------------- in the step
 
@@ -167,7 +167,7 @@ class GradReducer:
             extra = self._extra[position] if position in self._extra else self._zeros(position)
             self._extra[position] = extra
             added = torch.empty_like(self._shards[position])
-            self._comm.reduce_scatter(extra, added)
+            self._comm.of(self.order[position].buffer).reduce_scatter(extra, added)
             self._shards[position].add_(added)
 
     def main_grads(self) -> list[list[torch.Tensor]]:

@@ -91,11 +91,11 @@ class ParamGatherer:
         for position in self._queue[:count]:
             ref = self._refs[position]
             bucket = self._buffers[ref.buffer].bucket_of_params(ref.bucket)
-            self._pending[position] = self._begin(bucket)
+            self._pending[position] = self._begin(self._comm.of(ref.buffer), bucket)
         del self._queue[:count]
 
-    def _begin(self, bucket: torch.Tensor) -> Pending:
-        return self._side.begin(lambda: [self._comm.begin_all_gather(bucket)], [bucket])[0]
+    def _begin(self, comm: Communicator, bucket: torch.Tensor) -> Pending:
+        return self._side.begin(lambda: [comm.begin_all_gather(bucket)], [bucket])[0]
 
     def launch_rest(self) -> None:
         """Launch all that waits for its turn."""

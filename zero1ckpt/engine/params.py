@@ -50,7 +50,11 @@ class ParamTable:
     def rows(self) -> list[tuple[str, str]]:
         """(name, everything that all ranks must agree on), one a param."""
         return [
-            (s.name, f"shape {s.shape} {s.dtype} grads {s.grad_dtype} group {s.group} shared {s.shared_embedding}")
+            (
+                s.name,
+                f"shape {s.shape} {s.dtype} grads {s.grad_dtype} group {s.group} shared {s.shared_embedding}"
+                f" expert {s.expert}",
+            )
             for s in self.specs
         ]
 
@@ -104,14 +108,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def collect_params(
-    source: Any, given: nn.Module | Sequence[nn.Module] | None, grad_dtype: torch.dtype | str | None
+    source: Any,
+    given: nn.Module | Sequence[nn.Module] | None,
+    grad_dtype: torch.dtype | str | None,
+    *,
+    experts: bool = False,
 ) -> ParamTable:
     """Read ``source`` (a model, tensors, (name, tensor) pairs, or group dicts of either), leaving frozen params out.
 
-    A model may be a list of chunks. A tensor that stands under several names is one param under its first name. Raises
-    ``UsageError`` for no trainable params, a param in two groups, a name given twice and a tensor that is not in
-    ``model``; ``UnsupportedError`` for params on several devices or on meta, dtypes that are not real floating point of
-    16 to 64 bits, modules that make sparse gradients, and a model that something else reduces the gradients of.
+    A model may be a list of chunks. A tensor that stands under several names is one param under its first name.
+    ``experts``: expert params (``allreduce=False``) are allowed. Raises ``UsageError`` for no trainable params, a param
+    in two groups, a name given twice and a tensor that is not in ``model``; ``UnsupportedError`` for params on several
+    devices or on meta, dtypes that are not real floating point of 16 to 64 bits, modules that make sparse gradients,
+    and a model that something else reduces the gradients of.
     """
     source, model = _chunked(source), _chunked(given)
     if isinstance(source, nn.Module):
@@ -129,6 +138,8 @@ def collect_params(
     names = [names[i] for i in order]
     _check_names(names)
     _check_tensors(trained, names)
+    if not experts:
+        _refuse_experts(trained, names)
     if model is not None:
         _refuse_sparse(model, {id(e.tensor): name for e, name in zip(trained, names, strict=True)})
     specs = tuple(_spec(e, name, grad_dtype) for e, name in zip(trained, names, strict=True))
@@ -252,7 +263,15 @@ def _check_tensors(entries: list[_Entry], names: list[str]) -> None:
             raise UnsupportedError("float64 params among others", param=name, found=dtype_name(tensor.dtype))
         if not tensor.is_leaf:
             raise UsageError("param is not a leaf tensor", param=name)
-        if getattr(tensor, "allreduce", True) is False:
+
+
+def _is_expert(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "allreduce", True) is False
+
+
+def _refuse_experts(entries: list[_Entry], names: list[str]) -> None:
+    for entry, name in zip(entries, names, strict=True):
+        if _is_expert(entry.tensor):
             raise UnsupportedError("expert params (allreduce=False) need an expert_group", param=name)
 
 
@@ -291,7 +310,7 @@ def _spec(entry: _Entry, name: str, grad_dtype: torch.dtype | str | None) -> Par
     dtype = dtype_name(tensor.dtype)
     grads = _grad_dtype(dtype, grad_dtype)
     shared = bool(getattr(tensor, "shared_embedding", False))
-    return ParamSpec(name, tuple(tensor.shape), dtype, grads, entry.group, False, shared)
+    return ParamSpec(name, tuple(tensor.shape), dtype, grads, entry.group, _is_expert(tensor), shared)
 
 
 def _grad_dtype(dtype: str, wanted: torch.dtype | str | None) -> str:

@@ -47,7 +47,9 @@ class ShardStore:
         self._device = buffers[0].params.device
         self._shards: dict[str, list[list[torch.Tensor]]] = {}
         self._dtypes: dict[str, torch.dtype] = {MAIN_PARAM: main_dtype}
-        self._shards[MAIN_PARAM] = [self._main_shards(buffer, comm, main_dtype) for buffer in buffers]
+        self._shards[MAIN_PARAM] = [
+            self._main_shards(buffer, comm.of(number), main_dtype) for number, buffer in enumerate(buffers)
+        ]
 
     def _main_shards(self, buffer: ParamGradBuffer, comm: Communicator, dtype: torch.dtype) -> list[torch.Tensor]:
         if buffer.params.dtype != dtype:
@@ -87,12 +89,15 @@ class ShardStore:
 
 
 def owned_fragments(
-    layout: Layout, specs: Sequence[ParamSpec], store: ShardStore, rank: int
+    layout: Layout, specs: Sequence[ParamSpec], store: ShardStore, ranks: Sequence[int]
 ) -> tuple[OwnedFragment, ...]:
-    """All fragments of ``rank``, by buffer, bucket and place. No param has more than one: buckets hold whole params."""
+    """All of this rank, by buffer, bucket and place; ``ranks[b]`` is its number in the group of buffer ``b``.
+
+    No param has more than one: buckets hold whole params.
+    """
     found = []
     for number, buffer in enumerate(layout.buffers):
-        for part in buffer.fragments(rank):
+        for part in buffer.fragments(ranks[number]):
             shard = store.shard(MAIN_PARAM, number, part.bucket)
             main = nn.Parameter(shard[part.gbuf_local.start : part.gbuf_local.end])
             found.append(

@@ -67,6 +67,10 @@ class MegatronViews:
         """In registration order. Supplied by the optimizer."""
         raise NotImplementedError
 
+    def rank_in(self, buffer: int) -> int:
+        """This rank in the group that a buffer is sharded over."""
+        return self.rank
+
     # ------------------------------------------------------------------------------------------------------ range maps
 
     @property
@@ -86,7 +90,7 @@ class MegatronViews:
     def _ranges_of_buffer(self, number: int) -> dict[tuple[torch.dtype, torch.dtype], list[dict[str, Any]]]:
         buffer = self.layout.buffers[number]
         maps: list[dict[str, Any]] = [{"param_map": {}} for _ in range(buffer.bucket_count)]
-        for part in buffer.fragments(self.rank):
+        for part in buffer.fragments(self.rank_in(number)):
             maps[part.bucket]["param_map"][self.model_params[part.param_index]] = {
                 "gbuf_world": part.gbuf_world,
                 "gbuf_world_in_bucket": part.gbuf_world_in_bucket,

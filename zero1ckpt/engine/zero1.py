@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.errors import UnsupportedError, UsageError
+from ..core.errors import UsageError
 from ..core.layout import Layout
 from ..model.state import MAIN_PARAM, LossScale, ParamSpec, Scalar, SlotSpec
 from .base import hyper_parameters
@@ -20,6 +20,7 @@ from .bucket_order import BucketRef, backward_order
 from .buffers import make_buffers
 from .collectives import Communicator, make_communicator
 from .control import ControlPlane
+from .experts import ArrivalFlags, expert_size, find_experts, verify_all
 from .grad_scaler import DynamicScale, make_scaler
 from .hierarchy import ParallelGroups, data_group, other_rank_refused, read_together
 from .hooks import GradCollector, release_former
@@ -27,11 +28,10 @@ from .instances import instance_size, make_instances
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .live import plain_groups, update_group
 from .mixed_precision import MixedPrecisionOptimizer
-from .options import EngineOptions, choose_layout, refuse_unsupported
+from .options import EngineOptions, check_elementwise_option, choose_layout, refuse_unsupported
 from .overlap_grads import GradReducer
 from .param_sync import ParamSync
 from .params import ParamTable, collect_params
-from .replicas import verify_replicas
 from .shards import OwnedFragment, ShardStore, owned_fragments
 from .slot_state import SlotState, require_same_length
 from .snapshot import SnapshotTaker
@@ -61,6 +61,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     ``reduce``: see the table in ``reductions``. ``elementwise=True``: no probe whether the optimizer may be sharded.
     ``layout``: one that was made before, instead of ``bucket_size``. ``timeout``: seconds that a rank waits for others
     before it names those that are missing (default: that of the process group).
+    ``expert_group``: of the params with ``allreduce=False``; see ``experts``.
     ``num_distributed_optimizer_instances``: state is sharded over so many parts of the group each; see ``instances``.
 
     ``model_parallel_group``, ``tensor_parallel_group``: over which norms and overflows are agreed besides; see
@@ -103,14 +104,8 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         self.rank, self.dp_size, self.instance = self.control.rank, self.control.size, 0
 
         def read() -> tuple[EngineOptions, ParamTable, InnerTemplate]:
-            refuse_unsupported(
-                expert_group=(expert_group, None),
-                offload=(offload, False),
-            )
-            if elementwise is False:
-                raise UnsupportedError(
-                    "an optimizer that is not elementwise cannot be sharded", found="elementwise=False"
-                )
+            refuse_unsupported(offload=(offload, False))
+            check_elementwise_option(elementwise)
             engine = EngineOptions(
                 bucket_size,
                 overlap_grad_reduce,
@@ -121,12 +116,13 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
                 max_grad_norm,
                 align_param_gather=align_param_gather,
             )
-            table = collect_params(params, model, grad_dtype)
+            table = collect_params(params, model, grad_dtype, experts=expert_group is not None)
             self._parallel = ParallelGroups.of(model_parallel_group, tensor_parallel_group)
             self.dp_size = instance_size(self.control.size, num_distributed_optimizer_instances)
             self.instance, self.rank = divmod(self.control.rank, self.dp_size)
             self._parallel.check(table)
-            self.layout = choose_layout(layout, engine, table.specs, self.dp_size)
+            experts = expert_size(expert_group, group, num_distributed_optimizer_instances)
+            self.layout = choose_layout(layout, engine, table.specs, self.dp_size, experts)
             if reduce == "tree":
                 check_tree_dtypes(table)
             scratch = torch.empty(0, dtype=table.main_dtype, device=table.device)
@@ -135,17 +131,17 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
             )
             return engine, table, template
 
-        self.options: EngineOptions
-        self._table: ParamTable
         self.options, self._table, template = read_together(self.control, read)
-        self._agree(template)
+        self._agree(template, expert_group)
+        self.experts = find_experts(self.control, expert_group, read_timeout(timeout))
         known = self._table.chunks or (params if isinstance(params, nn.Module) else model)
         self._build(optimizer_class, template, options, read_timeout(timeout), known)
 
     # ----------------------------------------------------------------------------------------------------- construction
 
-    def _agree(self, template: InnerTemplate) -> None:
-        head = [("", f"{self.name!r} {template.name} {self.options} groups {len(self._table.groups)}")]
+    def _agree(self, template: InnerTemplate, expert: dist.ProcessGroup | None) -> None:
+        ranks = f" expert groups of {dist.get_world_size(expert)}" if expert is not None else ""
+        head = [("", f"{self.name!r} {template.name} {self.options} groups {len(self._table.groups)}{ranks}")]
         self.control.agree(head, "optimizers")
         self.control.agree(self._table.rows(), "params")
 
@@ -162,14 +158,18 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         release_former(table.tensors, names)
         self.buffers = make_buffers(self.layout, table.tensors, table.device)
         comm = make_instances(self.process_group, self.dp_size, table.device, self.options.reduce, timeout)
-        for buffer in self.buffers:
-            comm.broadcast(buffer.params)
+        if self.experts is not None:
+            comm = self.experts.join(comm, self.layout, table.device, self.options.reduce, timeout)
+        for number, buffer in enumerate(self.buffers):
+            comm.of(number).broadcast(buffer.params)
         self._store = ShardStore(self.layout, self.buffers, comm, table.main_dtype)
-        self.fragments = owned_fragments(self.layout, table.specs, self._store, comm.rank)
+        ranks = [comm.of(number).rank for number in range(len(self.buffers))]
+        self.fragments = owned_fragments(self.layout, table.specs, self._store, ranks)
         self._copy_model_to_main(comm)
         self._tree = TreeAccumulator([b.grads for b in self.buffers]) if self.options.reduce == "tree" else None
         self._reduced = False
         self._unused: tuple[int, ...] = ()
+        self._flags = ArrivalFlags(table.specs, self.experts)
         order = backward_order(self.layout)
         self._reducer = GradReducer(
             order,
@@ -226,6 +226,9 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     def communicator(self) -> Communicator:
         return self.comm
 
+    def rank_in(self, buffer: int) -> int:
+        return self.comm.of(buffer).rank
+
     # ---------------------------------------------------------------------------------------------------- accumulation
 
     @contextmanager
@@ -258,13 +261,14 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         if self._tree is not None:
             self._tree.fold()
         problem = self._problem()
-        params, extras = len(self._collector.arrived), self._reducer.extra_flags()
-        answer = self.control.begin_any_of([*self._collector.arrived, *extras, problem is not None])
+        params, extras = self._flags.size, self._reducer.extra_flags()
+        arrived = self._flags.spread(self._collector.arrived)
+        answer = self.control.begin_any_of([*arrived, *extras, problem is not None])
         self._reducer.finish()
         flags = answer()
         self._reducer.finish_extras(flags[params:-1])
         self._zero_frozen()
-        self._unused = tuple(index for index, came in enumerate(flags[:params]) if not came)
+        self._unused = tuple(index for index, came in enumerate(self._flags.collect(flags[:params])) if not came)
         self._reduced = True
         if flags[-1]:
             raise problem or other_rank_refused()
@@ -326,7 +330,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         self._params.publish(self._cast_own)
 
     def _cast_own(self, ref: BucketRef) -> None:
-        own = self.comm.own(self.buffers[ref.buffer].bucket_of_params(ref.bucket))
+        own = self.comm.of(ref.buffer).own(self.buffers[ref.buffer].bucket_of_params(ref.bucket))
         main = self._store.shard(MAIN_PARAM, ref.buffer, ref.bucket)
         if own.dtype != main.dtype:
             own.copy_(main)
@@ -341,7 +345,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     def verify_replicas(self) -> None:
         """Raises ``VerificationError`` that names rank and param unless all ranks hold the same bits. Collective."""
         self._params.wait()
-        verify_replicas(self.control, self._table.tensors, [spec.name for spec in self._table.specs])
+        verify_all(self.control, self.experts, self._table.tensors, self._table.specs)
 
     def close(self) -> None:
         """Finish what is in flight, with all ranks, and take every hook off the model. Further steps are refused.
@@ -369,7 +373,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     def _copy_model_to_main(self, comm: Communicator) -> None:
         for number, buffer in enumerate(self.buffers):
             for bucket in range(buffer.layout.bucket_count):
-                own = comm.own(buffer.bucket_of_params(bucket))
+                own = comm.of(number).own(buffer.bucket_of_params(bucket))
                 main = self._store.shard(MAIN_PARAM, number, bucket)
                 if own.dtype != main.dtype:
                     main.copy_(own)
