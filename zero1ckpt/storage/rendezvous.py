@@ -176,7 +176,8 @@ class Rendezvous:
         with contextlib.suppress(FileNotFoundError):
             raise LostRankError((self.folder / "failed").read_text(), hint="mend the cause and go on with --resume")
         now = time.monotonic()
-        silent = [other for other in range(self.ranks.size) if self._silence(other, now) > self.timeout]
+        others = [other for other in range(self.ranks.size) if other != self.ranks.rank]
+        silent = [other for other in others if self._silence(other, now) > self.timeout]
         if rank in silent:
             names = ", ".join(str(other) for other in silent)
             raise LostRankError(
