@@ -41,6 +41,7 @@ def test_few_boxes():
 
 
 @given(st.lists(st.integers(0, 6), max_size=5).map(tuple), st.integers(1, 200))
+@example((3, 2), 5)
 def test_block_shape_is_the_largest_run(shape, most):
     block = block_shape(shape, most)
     size = prod(block)
@@ -48,10 +49,22 @@ def test_block_shape_is_the_largest_run(shape, most):
     if 0 in shape:
         return
     grid = RunGrid(shape, block)
-    assert 2 * size + grid.inner > min(most, prod(shape)), "no less than half of what is allowed, in whole steps"
+    step = max(n for n in (prod(shape[axis:]) for axis in range(len(shape) + 1)) if n <= most)
+    assert 2 * size + step > min(most, prod(shape)), "no less than half of what is allowed, in whole steps"
     sizes = [grid.range(i).size for i in range(grid.count)]
     assert max(sizes) == min(grid.run, grid.row)
     assert grid.run * grid.per_row - grid.row < grid.per_row * grid.inner, "blocks are as equal as they can be"
+
+
+@given(st.integers(1, 3000), st.data())
+def test_an_axis_is_cut_evenly_where_it_can_be(length, data):
+    most = data.draw(st.integers(1, length))
+    even = [step for step in range(most, (most - 1) // 2, -1) if length % step == 0]
+    assert block_shape((length,), most) == (even[0] if even else -(-length // -(-length // most)),)
+
+
+def test_blocks_of_a_huge_axis_need_no_memory():
+    assert block_shape((2**40,), 2**39 + 1) == (2**39,)
 
 
 @given(st.data(), shapes, st.integers(1, 60), st.integers(1, 9))

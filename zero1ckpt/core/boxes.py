@@ -77,8 +77,14 @@ def block_shape(shape: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def _even_step(length: int, most: int) -> int:
-    steps = np.arange(most, (most - 1) // 2, -1)
-    even = steps[length % steps == 0]
+    """The largest divisor of ``length`` from half of ``most`` on, looked for among steps or counts, what is fewer."""
+    least = (most - 1) // 2 + 1
+    if most <= length // most:
+        steps = np.arange(most, least - 1, -1)
+        even = steps[length % steps == 0]
+    else:
+        counts = np.arange(-(-length // most), length // least + 1)
+        even = length // counts[length % counts == 0]
     return int(even[0]) if len(even) else -(-length // -(-length // most))
 
 
