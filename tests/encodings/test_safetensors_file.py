@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 import zero1ckpt
 from tests.strategies import rules, same_bits, states
 from zero1ckpt.core.digest import crc64, parse_digest
-from zero1ckpt.core.errors import CorruptError, Zero1CkptError
-from zero1ckpt.encodings.safetensors_file import build_header, lay_out, read_header, tensor_cuts
+from zero1ckpt.core.errors import CorruptError, UnsupportedError, Zero1CkptError
+from zero1ckpt.encodings.safetensors_file import TensorEntry, build_header, lay_out, read_header, tensor_cuts
 from zero1ckpt.encodings.tensor_file import check_tensor_file, copy_file, read_tensor, write_tensor_file
+from zero1ckpt.model.manifest import FileEntry
 from zero1ckpt.storage.local import LocalStore
 
 
@@ -119,6 +120,25 @@ def test_every_header_byte_counts(work):
             (work / "x").write_bytes(broken)
             with pytest.raises(CorruptError, match="/x"):
                 check_tensor_file(LocalStore(work), entry)
+
+
+def test_a_file_of_other_pieces_is_refused_before_bounds_are_made(work):
+    rows = [("a", "int8", (2**36,), 0, 2**36)]
+    header = build_header(tuple(TensorEntry(*row) for row in rows), [], 1)
+    with (work / "x").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2**36)
+    entry = FileEntry("x", len(header) + 2**36, "0" * 16)
+    with pytest.raises(CorruptError, match=r"/x: pieces of another size \(found 1, expected 4194304\)"):
+        check_tensor_file(LocalStore(work), entry)
+
+
+def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
+    tensors = lay_out([(f"t{i}", "int8", (1,)) for i in range(200)])
+    build_header(tensors, [0] * 200, 4096)
+    monkeypatch.setattr("zero1ckpt.encodings.safetensors_file._MAX_HEADER", 5000)
+    with pytest.raises(UnsupportedError, match="header is longer than the format allows"):
+        build_header(tensors, [0] * 200, 4096)
 
 
 # -------------------------------------------------------------------------------------------------------------- headers

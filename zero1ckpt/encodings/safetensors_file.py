@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.digest import CHECKSUM, crc64, format_digest, parse_digest, shift
 from ..core.dtypes import from_safetensors, itemsize, to_safetensors
-from ..core.errors import CorruptError, Zero1CkptError
+from ..core.errors import CorruptError, UnsupportedError, Zero1CkptError
 from ..core.ranges import IntColumn
 from ..model.protocols import Store
 
@@ -82,7 +82,10 @@ def build_header(
     piece_bytes: int,
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """All bytes before the payload. Its length does not depend on the checksums' values. Pure."""
+    """All bytes before the payload. Its length does not depend on the checksums' values. Pure.
+
+    Raises ``UnsupportedError`` for one that readers of the format would refuse as too long.
+    """
     meta = {
         **(metadata or {}),
         _CHECKSUM: CHECKSUM,
@@ -99,6 +102,13 @@ def build_header(
     text = msgspec.json.encode(table)
     room = -(len(text) + _LENGTH_BYTES) % PAGE
     text += b" " * room
+    if len(text) > _MAX_HEADER:
+        raise UnsupportedError(
+            "too many tensors for one file: its header is longer than the format allows",
+            found=f"{len(text)} bytes",
+            expected=f"at most {_MAX_HEADER}",
+            hint="choose a larger bucket size or a smaller shard size",
+        )
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

@@ -16,6 +16,7 @@ from ..model.catalog import PIECE_BYTES
 from ..model.manifest import FileEntry
 from ..model.protocols import Store
 from ..storage.local import OutputFile, writing
+from .payload_file import proved_header
 from .safetensors_file import Header, build_header, file_crc, lay_out, read_header, tensor_cuts
 
 __all__ = ["TensorData", "check_tensor_file", "copy_file", "read_tensor", "write_tensor_file"]
@@ -55,19 +56,10 @@ def write_tensor_file(
 def check_tensor_file(store: Store, entry: FileEntry) -> Header:
     """Reads a file's header and proves it by the manifest. Raises ``CorruptError``, ``MissingError``."""
     header = read_header(store, entry.path)
-    cuts = tensor_cuts(header.tensors, header.piece_bytes)
-    actual = None
-    if len(header.pieces) == len(cuts) - 1:
-        actual = format_digest(file_crc(header.crc, cuts, header.pieces))
-    if actual != entry.digest:
-        raise CorruptError(
-            "the file is not the one that the manifest describes: altered, swapped, or from another save",
-            file=store.label(entry.path),
-            found=f"digest {actual}",
-            expected=entry.digest,
-            hint="restore it from a copy",
-        )
-    return header
+    label = store.label(entry.path)
+    if header.piece_bytes != PIECE_BYTES:  # before bounds are made of it: a byte a piece would fill the memory
+        raise CorruptError("pieces of another size", file=label, found=header.piece_bytes, expected=PIECE_BYTES)
+    return proved_header(header, tensor_cuts(header.tensors, PIECE_BYTES), entry, label)
 
 
 def read_tensor(store: Store, key: str, header: Header, name: str) -> bytearray:
