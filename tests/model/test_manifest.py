@@ -221,6 +221,8 @@ def test_a_forged_one_without_a_change_is_accepted():
         (put(["parts", 0, "params", 0, "group"], -1), 4),
         (put(["parts", 0, "params", 0, "digests"], {"exp_avg": "0" * 16}), 4),
         (put(["parts", 0, "params", 0, "digests"], {"fp32_param": "xyz"}), 4),
+        (put(["parts", 0, "params", 0, "scalars"], {"lost": 1}), 4),
+        (put(["parts", 0, "scalars"], [{"name": "fp32_param", "dtype": "float32", "value": 1}]), 4),
         (put(["parts", 0, "params", 1, "name"], "w"), 4),
         (put(["parts", 0, "digest"], "0"), 4),
         (put(["digest"], "G" * 16), 4),

@@ -134,11 +134,13 @@ def write_derived(area: Area, format: Format, catalog: Catalog) -> list[FileEntr
 def prepare_extra(extra: Any, place: str = "extra") -> tuple[Json, list[TensorData]]:
     """Extra state as JSON, and its tensors named by their place. Raises ``UsageError`` for what cannot be stored."""
     tensors: list[TensorData] = []
+    names: set[str] = set()
 
     def put(tensor: Any, where: str) -> str:
         name, count = where, len(tensors)
-        while any(known[0] == name for known in tensors):  # {"a.b": ..., "a": {"b": ...}}
+        while name in names:  # {"a.b": ..., "a": {"b": ...}}
             name, count = f"{where}#{count}", count + 1
+        names.add(name)
         tensors.append((name, stored_dtype(tensor, where), tuple(tensor.shape), tensor_bytes(tensor)))
         return name
 

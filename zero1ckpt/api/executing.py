@@ -59,7 +59,7 @@ def execute(
     Raises ``LostRankError`` that names the ranks which were not heard from for ``rank_timeout`` seconds.
     """
     if resume and _already_done(plan, overwrite):
-        for leftover in find_leftovers(plan.dst):
+        for leftover in find_leftovers(plan.dst) if ranks is None or ranks.rank == 0 else ():
             if leftover.dst == plan.dst and leftover.owner is None:
                 remove_leftover(leftover)
         return open_checkpoint(plan.dst)

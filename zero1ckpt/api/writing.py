@@ -220,10 +220,11 @@ def _groups(
     members = [group.pop("params", None) for group in given]
     if len(given) == 1 and members[0] is None:
         return given, dict.fromkeys(names, 0)
+    known = set(names)
     group_of: dict[str, int] = {}
     for index, member in enumerate(members):
         for name in member or []:
-            if not isinstance(name, str) or name not in names:
+            if not isinstance(name, str) or name not in known:
                 raise UsageError(f"group {index} names a param that has no state", param=str(name))
             if name in group_of:
                 raise UsageError("the param is in two groups", param=name, found=f"{group_of[name]} and {index}")

@@ -192,9 +192,6 @@ class Manifest(_Entry, frozen=True):
     rank_extra: RankExtra | None = None
     options: FormatOptions = FormatOptions()
 
-    def file(self, path: str) -> FileEntry | None:
-        return next((entry for entry in self.files if entry.path == path), None)
-
 
 @dataclass(frozen=True, slots=True)
 class ReadManifest:
@@ -368,6 +365,9 @@ def _check_part(part: PartManifest, refuse: Any) -> None:
         refuse("step is negative", found=part.step)
     if part.loss_scale is not None and not part.loss_scale.scale > 0:
         refuse("the loss scale is not positive", found=part.loss_scale.scale)
+    scalars = {row.name for row in part.scalars}
+    if len(scalars) != len(part.scalars) or scalars & slots:
+        refuse("a scalar slot is listed twice")
     whole = {slot.name for slot in part.slots if slot.whole}
     names: set[str] = set()
     for param in part.params:
@@ -382,6 +382,8 @@ def _check_part(part: PartManifest, refuse: Any) -> None:
             refuse("its group does not exist", param.name, found=param.group, expected=f"below {len(part.groups)}")
         if not slots.issuperset(param.digests):
             refuse("it has a slot that the part has not", param.name, found=sorted(set(param.digests) - slots))
+        if not scalars.issuperset(param.scalars):
+            refuse("it has a scalar that the part has not", param.name, found=sorted(set(param.scalars) - scalars))
 
 
 def _rows(rows: Sequence[bytes]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -158,8 +158,3 @@ def cut_moves(moves: Moves, bounds: IntColumn) -> tuple[Moves, IntColumn]:
     high = np.minimum((moves.dst_at + moves.nbytes)[row], bounds[window + 1])
     cut = Moves(moves.src_blob[row], moves.src_at[row] + low - moves.dst_at[row], low, high - low)
     return cut, np.searchsorted(window, np.arange(len(bounds)), side="left").astype(np.int64)
-
-
-def total_bytes(catalogs: Sequence[Catalog]) -> int:
-    """Bytes of all payloads, padding included."""
-    return sum(c.placement.payload_nbytes(b) for c in catalogs for b in range(c.placement.blob_count))
