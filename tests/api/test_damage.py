@@ -8,11 +8,13 @@ import sys
 
 import pytest
 import torch
+from msgspec import structs
 
 import zero1ckpt
 from tests.faults import calls, count_calls
 from tests.strategies import flip, small_state, tree
 from zero1ckpt.api import verify
+from zero1ckpt.model.manifest import decode_manifest, encode_manifest
 
 SHAPES = ((40, 3), (64,), (0,), (), (31,), (300,))
 STATE = small_state(1, SHAPES)
@@ -47,6 +49,14 @@ def refused(work, code, *names, match=None, call=reshard, **keywords):
 
 
 # -------------------------------------------------------------------------------------------------------------- input
+
+
+def test_a_forged_number_of_ranks_is_refused_at_once(work, src):
+    manifest = decode_manifest((src / "manifest.json").read_bytes(), "m").manifest
+    part = manifest.parts[0]
+    many = structs.replace(part, layout=structs.replace(part.layout, dp_size=10**12))
+    (src / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, parts=[many])))
+    refused(work, 4, "manifest.json", "does not list a file that its layout needs")
 
 
 @pytest.mark.parametrize("name", [RANK, "extra.safetensors"])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from urllib.parse import quote
 
@@ -144,11 +145,13 @@ def _catalog(plugin: Format, part: PartManifest, options: FormatOptions) -> Cata
 
 def _check_listing(stored: Stored) -> None:
     """Every file that the layout says must be listed."""
-    needed = list(stored.derived())
-    for catalog in stored.catalogs.values():
-        for blob in range(catalog.placement.blob_count):
-            needed += stored.format.blob_files(catalog, blob)
-    for key in needed:
+    blobs = (
+        key
+        for catalog in stored.catalogs.values()
+        for blob in range(catalog.placement.blob_count)  # a forged dp size says any number: up to the first that lacks
+        for key in stored.format.blob_files(catalog, blob)
+    )
+    for key in chain(blobs, stored.derived()):
         if key not in stored.files:
             raise CorruptError(
                 "the manifest does not list a file that its layout needs",
