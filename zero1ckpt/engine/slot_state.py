@@ -141,6 +141,10 @@ class SlotState:
             if value is not None and (fragment.index, slot) not in self._views
         }
 
+    def scalar_samples(self, fragment: OwnedFragment) -> Mapping[str, Any]:
+        """Scalars that the param of ``fragment`` has after a step, each with a value of its type."""
+        return self._template.groups[fragment.spec.group].scalars
+
     def absent(self) -> set[tuple[int, str]]:
         """(param index, slot) of owned params without a value in an elementwise slot of ``slot_specs``."""
         slots = [spec.name for spec in self._store.slots if spec.name != MAIN_PARAM]

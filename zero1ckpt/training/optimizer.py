@@ -12,6 +12,7 @@ from ..engine.zero1 import Zero1Optimizer as Engine
 from ..model.manifest import FormatOptions
 from ..registry import DEFAULT_FORMAT
 from .async_save import SaveHandle
+from .dcp_state import load_state, make_sharded_state, make_state
 from .loading import LoadOptions, execute_load, prepare_load
 from .saving import check_whole, save
 
@@ -104,6 +105,35 @@ class Zero1Optimizer(Engine):
         execute_load(self, plan, self._model)
         self.half_loaded = False
         return plan.extra
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, by reference, for ``torch.distributed.checkpoint``.
+
+        ``state[name][slot]`` are ``ShardedSlot``s: this rank's elements with their range, which DCP writes and reads in
+        boxes: ``torch.distributed.checkpoint.save({"optimizer": optimizer}, ...)``, and ``load`` at any number of
+        ranks (of experts, at the same number of expert groups). To be called by all ranks; for optimizers of several
+        process groups, under different keys.
+        """
+        return make_state(self, self._begin_read)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes over what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or an earlier
+        ``state_dict()`` of this rank at the same number of ranks. To be called by all ranks.
+
+        Raises, on every rank alike, ``UsageError`` or ``UnsupportedError`` that names the param that differs.
+        """
+        load_state(self, state_dict)
+        self.half_loaded = False
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """``state_dict()`` in the shape of Megatron's: ``param_state`` maps ``optimizer.state.<slot>.<param>`` to this
+        rank's shard (``local``, ``global_shape``, ``flattened_range``); ``optimizer`` holds what all ranks share.
+        """
+        return make_sharded_state(self.state_dict())
+
+    def _begin_read(self) -> None:
+        self.before_change()
+        self.half_loaded = True
 
     def memory(self) -> MemoryReport:
         """Bytes that this rank's params, gradients, main params and states take, padding and temporaries told apart."""
