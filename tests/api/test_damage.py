@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 from msgspec import structs
@@ -14,6 +15,7 @@ import zero1ckpt
 from tests.faults import calls, count_calls
 from tests.strategies import flip, small_state, tree
 from zero1ckpt.api import verify
+from zero1ckpt.core.digest import crc64, format_digest
 from zero1ckpt.model.manifest import decode_manifest, encode_manifest
 
 SHAPES = ((40, 3), (64,), (0,), (), (31,), (300,))
@@ -130,6 +132,33 @@ def test_nothing_there(work):
 def test_manifest_that_is_none(work, src, text):
     (src / "manifest.json").write_bytes(text)
     refused(work, 4, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("layout", "dp_size"), 10**12),
+        (("layout", "param_align"), 2**62),
+        (("layout", "bucket_align"), 2**62),
+        (("params", 0, "shape"), [2**62, 2**62]),
+        (("params", 0, "shape"), [2**62, 1]),
+        (("groups", 0), {"$tuple": []}),
+    ],
+)
+def test_forged_manifest_of_impossible_sizes(work, src, place, value):
+    """Its digest fits: refused soon and in little memory, before anything is made of the sizes."""
+    tree = msgspec.json.decode((src / "manifest.json").read_bytes())
+    del tree["manifest_digest"]
+    *way, last = place
+    inside = tree["parts"][0]
+    for step in way:
+        inside = inside[step]
+    inside[last] = value
+    body = msgspec.json.encode(tree)[:-1] + b",\n"
+    digest = format_digest(crc64(body)).encode()
+    (src / "manifest.json").write_bytes(body + b'"manifest_digest": "' + digest + b'"\n}\n')
+    refused(work, 4, "manifest.json")
+    refused(work, 4, "manifest.json", call=lambda work: verify(work / "src"))
 
 
 def test_run_folder(work, src):

@@ -119,6 +119,8 @@ def test_names_that_zarr_or_the_folder_reserve(work):
         "ü",
         "c",
         "a b",
+        "a\\b",
+        "\\",
     ]
     paths = [array_path(name, "exp_avg") for name in names]
     assert len({path.split("/")[0] for path in paths}) == len(names)

@@ -179,8 +179,10 @@ def test_a_tensor_as_a_key_is_refused():
         {"$complex": [1]},
         {"$bytes": "0g"},
         {"$bytes": 3},
+        {"$tensor": 3},
+        {"$dtype": None},
     ],
 )
 def test_stored_values_that_are_none_are_refused(stored):
     with pytest.raises(CorruptError, match="tag"):
-        decode_value({"a": [stored]})
+        decode_value({"a": [stored]}, get_tensor=lambda key: key.upper())

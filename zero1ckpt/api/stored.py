@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import prod
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,6 +24,8 @@ __all__ = ["EXTRA_FILE", "MODEL_FILE", "POINTERS", "Stored", "describe", "part_p
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
+_MAX_ELEMENTS = 2**52
+"""Of a part: bytes of all its slots then fit into 64 bits with room to spare."""
 POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 
 
@@ -100,14 +103,14 @@ def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Store
         plugin = find_format(manifest.format, manifest.container)
         options = _options(plugin, manifest.options)
         catalogs = {part.name: _catalog(plugin, part, options) for part in manifest.parts}
+        stored = Stored(folder, store, manifest, read.digest, plugin, catalogs)
+        _check_listing(stored)
     except Zero1CkptError as error:
         if error.file:
             raise
         raise error.at(folder / MANIFEST_NAME) from error
     except (ValueError, ArithmeticError) as error:
         raise CorruptError(f"the manifest is inconsistent: {error}", file=folder / MANIFEST_NAME) from error
-    stored = Stored(folder, store, manifest, read.digest, plugin, catalogs)
-    _check_listing(stored)
     if check_files:
         stored.check_files()
     return stored
@@ -128,9 +131,17 @@ def _options(plugin: Format, stated: FormatOptions) -> FormatOptions:
 def _catalog(plugin: Format, part: PartManifest, options: FormatOptions) -> Catalog:
     state = part.state()
     rules = part.rules()
+    elements = sum(prod(shape) for shape in (*(p.shape for p in state.params), *state.shapes.values()))
+    if elements > _MAX_ELEMENTS:
+        raise ValueError(f"part {part.name!r} has {elements} elements, which cannot be")
+    for group in state.groups:
+        if len(group) == 1 and next(iter(group)).startswith("$") and "$map" not in group:
+            raise ValueError(f"part {part.name!r} has a group that is no mapping but a {next(iter(group))}")
     if (rules is None) is plugin.keeps_layout:
         raise ValueError(f"part {part.name!r} states {'no' if rules is None else 'a'} layout")
     layout = None if rules is None else layout_params(state.params, rules)
+    if layout is not None and layout.numel > _MAX_ELEMENTS:
+        raise ValueError(f"part {part.name!r} has {layout.numel} elements with padding, which cannot be")
     catalog = plugin.plan(state, layout, part.name, part_prefix(part.name), options)
     return Catalog(
         catalog.format,

@@ -39,9 +39,13 @@ def array_path(param: str, slot: str) -> str:
 
 
 def _free(name: str) -> str:
-    """A name that is no file of a checkpoint, and that zarr allows: not empty, not of dots alone, not after ``__``."""
+    """A name that is no file of a checkpoint, and that zarr and a manifest allow.
+
+    Not empty, not of dots alone, not after ``__``, and without a backslash, which some systems take for a slash.
+    """
     if not name:
         return "%"
+    name = name.replace("\\", "%5C")
     if not name.strip(".") or name.endswith((".json", ".safetensors")):
         head, _, tail = name.rpartition(".")
         return f"{head}%2E{tail}"

@@ -118,6 +118,8 @@ def _decode_tag(tag: str, body: Json, get_tensor: GetTensor | None) -> Any:
             return complex(real, imag)
         if tag == "$bytes":
             return bytes.fromhex(body)
+        if tag in ("$tensor", "$dtype") and not isinstance(body, str):
+            raise TypeError(f"{type(body).__name__} is no text")
         if tag == "$tensor":
             return get_tensor(body) if get_tensor else {tag: body}
         if tag == "$dtype":
