@@ -76,6 +76,8 @@ class Experts:
     count: int
     group: dist.ProcessGroup
     control: ControlPlane
+    ranks: tuple[int, ...]
+    """Ranks of the data-parallel group that are in it."""
 
     def join(
         self, dense: Communicator, layout: Layout, device: torch.device, reduce: str, timeout: timedelta | None
@@ -95,7 +97,8 @@ def find_experts(control: ControlPlane, group: dist.ProcessGroup | None, timeout
     if group is None:
         return None
     own = tuple(dist.get_process_group_ranks(group))
-    groups = sorted(set(control.all_gather(own, "the expert groups")))
+    told = control.all_gather(own, "the expert groups")
+    groups = sorted(set(told))
     members = [rank for ranks in groups for rank in ranks]
     if len(members) != control.size or len(set(members)) != control.size:
         raise UsageError(
@@ -103,7 +106,8 @@ def find_experts(control: ControlPlane, group: dist.ProcessGroup | None, timeout
             found=f"groups {', '.join(str(list(ranks)) for ranks in groups)}",
             expected="each rank in one group, on all of its ranks",
         )
-    return Experts(groups.index(own), len(groups), group, ControlPlane(group, timeout))
+    ranks = tuple(rank for rank, theirs in enumerate(told) if theirs == own)
+    return Experts(groups.index(own), len(groups), group, ControlPlane(group, timeout), ranks)
 
 
 class ExpertCommunicator(Communicator):
@@ -126,6 +130,10 @@ class ExpertCommunicator(Communicator):
             pairs = [(bucket, out) for _, bucket, out in run]
             works += (self._expert if expert else self._dense).begin_reduce_scatters(pairs, ahead=ahead)
         return works
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._dense.scratch_bytes + self._expert.scratch_bytes
 
     def begin_reduce_scatter(self, bucket: torch.Tensor, out: torch.Tensor, *, ahead: bool = False) -> Pending:
         return self._dense.begin_reduce_scatter(bucket, out, ahead=ahead)

@@ -169,6 +169,7 @@ class SlotState:
         slots: Sequence[SlotSpec],
         absent: AbstractSet[tuple[int, str]],
         scalars: Sequence[Mapping[str, Scalar]],
+        only: AbstractSet[int] | None = None,
     ) -> None:
         """Make room for ``slots`` and put ``scalars[param index]`` in; see ``Zero1Optimizer.begin_load``."""
         self.check_load(slots, scalars)
@@ -176,8 +177,10 @@ class SlotState:
             if spec.name != MAIN_PARAM:
                 self._store.ensure(spec.name, self._known_dtype(spec.name))
         names = [spec.name for spec in slots if spec.name != MAIN_PARAM]
-        self._loaded.clear()
+        self._loaded -= self._loaded if only is None else only
         for fragment in self._fragments:
+            if only is not None and fragment.index not in only:
+                continue
             present = [slot for slot in names if (fragment.index, slot) not in absent]
             self._clear(fragment, frozenset(present))
             given = scalars[fragment.index] if scalars else {}

@@ -12,7 +12,7 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Snapshot:
 
     def __init__(self, optimizer: Zero1Optimizer, memory: torch.Tensor | None = None) -> None:
         self.rank, self.dp_size = optimizer.rank, optimizer.dp_size
-        self.instance: int = getattr(optimizer, "instance", 0)
+        self.instance, self.experts = optimizer.instance, optimizer.experts
         self.control: ControlPlane = optimizer.control
         self.layout, self.param_specs = optimizer.layout, optimizer.param_specs
         self.applied_steps = optimizer.applied_steps
@@ -52,9 +52,11 @@ class Snapshot:
         shards, open_to_all = _shards(optimizer)
         self._memory, copies = _carve(list(shards.values()), memory)
         self._shards = dict(zip(shards, copies, strict=True))
-        mains = [fragment.main for fragment in optimizer.fragments]
-        kind = _HostCopies if optimizer.device.type == "cpu" else _DeviceCopies
-        self._copies: _Copies = kind(list(shards.values()), copies, [key in open_to_all for key in shards], mains)
+        rows = [_Row(live, self._shards[key], key in open_to_all) for key, live in shards.items()]
+        on_host = [row for row in rows if row.live.device.type == "cpu"]  # all of them, or those that are offloaded
+        on_device = [row for row in rows if row.live.device.type != "cpu"]
+        self._copies: list[_Copies] = [_DeviceCopies(on_device)] if on_device else []
+        self._copies.append(_HostCopies(on_host, [fragment.main for fragment in optimizer.fragments]))
 
     @property
     def memory(self) -> torch.Tensor | None:
@@ -65,11 +67,13 @@ class Snapshot:
         """Copy what is left; returns when the copies may be read. Raises ``UsageError`` where state was written to
         by hand meanwhile, so that it is not known what was copied.
         """
-        self._copies.finish()
+        for copies in self._copies:
+            copies.finish()
 
     def protect(self) -> None:
         """To be called before state is changed: as ``finish``, but on a device only its current stream waits."""
-        self._copies.protect()
+        for copies in self._copies:
+            copies.protect()
 
     def release(self) -> None:
         """Drop the copies."""
@@ -141,34 +145,35 @@ def _carve(live: Sequence[torch.Tensor], memory: torch.Tensor | None) -> tuple[t
     return memory, [part[: like.nbytes].view(like.dtype) for part, like in zip(parts, live, strict=True)]
 
 
+class _Row(NamedTuple):
+    """``at_once``: what the user may write to at any time is copied before the call of save returns."""
+
+    live: torch.Tensor
+    copy: torch.Tensor
+    at_once: bool
+
+
 class _Copies(Protocol):
     def finish(self) -> None: ...
     def protect(self) -> None: ...
 
 
 class _HostCopies:
-    """Memory to memory. ``at_once``: what the user may write to at any time is copied before this returns."""
+    """Memory to memory. ``mains``: other tensors over memory that is copied, by which it may be written to."""
 
-    def __init__(
-        self,
-        live: Sequence[torch.Tensor],
-        copies: Sequence[torch.Tensor],
-        at_once: Sequence[bool],
-        mains: Sequence[torch.Tensor],
-    ) -> None:
-        pairs = list(zip(live, copies, at_once, strict=True))
+    def __init__(self, rows: Sequence[_Row], mains: Sequence[torch.Tensor]) -> None:
         self._state = threading.Condition()
         self._busy = 0
         self._problem: UsageError | None = None
-        for source, target, now in pairs:
-            if now:
-                for out, data in _pieces(source, target):
-                    np.copyto(out, data)
-        own = [source for source, _, now in pairs if not now]
-        memory = {source.untyped_storage().data_ptr() for source in own}
-        watched = [*own, *(main for main in mains if main.untyped_storage().data_ptr() in memory)]
+        for row in rows:
+            for out, data in _pieces(row) if row.at_once else ():
+                np.copyto(out, data)
+        later = [row for row in rows if not row.at_once]
+        memory = {row.live.untyped_storage().data_ptr() for row in later}
+        watched = [row.live for row in later]
+        watched += [main for main in mains if main.untyped_storage().data_ptr() in memory]
         self._watched = [(tensor, tensor._version) for tensor in watched]
-        self._left = deque(piece for source, target, now in pairs if not now for piece in _pieces(source, target))
+        self._left = deque(piece for row in later for piece in _pieces(row))
 
     def finish(self) -> None:
         self.protect()
@@ -206,8 +211,8 @@ class _HostCopies:
         self._state.notify_all()
 
 
-def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-    out, data = (tensor.detach().view(torch.uint8).numpy() for tensor in (target, source))
+def _pieces(row: _Row) -> Iterator[tuple[Any, Any]]:
+    out, data = (tensor.detach().view(torch.uint8).numpy() for tensor in (row.copy, row.live))
     for low in range(0, len(data), _PIECE):
         yield out[low : low + _PIECE], data[low : low + _PIECE]
 
@@ -218,29 +223,22 @@ class _DeviceCopies:
     The current stream waits for those ``at_once``, so that what is written to them later comes later there too.
     """
 
-    def __init__(
-        self,
-        live: Sequence[torch.Tensor],
-        copies: Sequence[torch.Tensor],
-        at_once: Sequence[bool],
-        mains: Sequence[torch.Tensor],
-    ) -> None:
-        self._device = live[0].device
+    def __init__(self, rows: Sequence[_Row]) -> None:
+        self._device = rows[0].live.device
         current = torch.cuda.current_stream(self._device)
         stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(current)
-        pairs = list(zip(live, copies, at_once, strict=True))
-        self._start(stream, [(source, target) for source, target, now in pairs if now])
+        self._start(stream, [row for row in rows if row.at_once])
         current.wait_stream(stream)
-        self._start(stream, [(source, target) for source, target, now in pairs if not now])
+        self._start(stream, [row for row in rows if not row.at_once])
         self._event = stream.record_event()
 
     @staticmethod
-    def _start(stream: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _start(stream: Any, rows: Sequence[_Row]) -> None:
         with torch.cuda.stream(stream):
-            for source, target in pairs:
-                target.copy_(source.detach(), non_blocking=True)
-                source.record_stream(stream)
+            for row in rows:
+                row.copy.copy_(row.live.detach(), non_blocking=True)
+                row.live.record_stream(stream)
 
     def finish(self) -> None:
         try:

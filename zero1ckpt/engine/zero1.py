@@ -24,8 +24,8 @@ from .experts import ArrivalFlags, expert_size, find_experts, verify_all
 from .grad_scaler import DynamicScale, make_scaler
 from .hierarchy import ParallelGroups, data_group, other_rank_refused, read_together
 from .hooks import GradCollector, release_former
-from .instances import instance_size, make_instances
 from .inner_state import InnerFactory, InnerTemplate, probe_inner
+from .instances import instance_size, make_instances
 from .live import plain_groups, update_group
 from .mixed_precision import MixedPrecisionOptimizer
 from .options import EngineOptions, check_elementwise_option, choose_layout, refuse_unsupported
@@ -415,15 +415,16 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         slots: Sequence[SlotSpec],
         absent: AbstractSet[tuple[int, str]],
         scalars: Sequence[Mapping[str, Scalar]],
+        only: AbstractSet[int] | None = None,
     ) -> None:
         """Make room for ``slots``, so that the caller can fill ``shard(...)`` in place; then ``finish_load``.
 
         ``absent``: (param index, slot) that have no value. ``scalars[i]``: scalar state of param ``i``. State that
-        is not given is as before the first step. Raises ``UnsupportedError``, with nothing changed, for a slot or
-        scalar that the inner optimizer does not have, and for a dtype other than its own.
+        is not given is as before the first step. ``only``: indices of params; others stay. Raises ``UnsupportedError``,
+        with nothing changed, for a slot or scalar that the inner optimizer has not, and for a dtype not its own.
         """
         self.before_change()
-        self._slots.begin_load(slots, absent, scalars)
+        self._slots.begin_load(slots, absent, scalars, only)
         self._loaded_scalars = scalars
 
     @torch.no_grad()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 import numpy as np
@@ -32,15 +32,19 @@ from ..resharding.execute import Copier, Job, run_jobs
 from ..resharding.plan import correspond, plan_blob
 from ..resharding.prove import Prover
 from .model_tensors import check_model_tensors, restore_model_tensors
+from .parts import LoadView, check_expert_parts, load_views
 from .saving import IMAGE, VALUE_KEY, live_blobs, threads_of
 from .together import on_first_rank, together
 
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["LoadOptions", "LoadPlan", "execute_load", "prepare_load"]
+__all__ = ["LoadOptions", "LoadPlan", "execute_load", "prepare_load", "prepare_parts"]
 
 _WINDOW = 16 * 2**20
+
+Loaded = Union["Engine", LoadView]
+"""What a part is loaded into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class LoadPlan:
 
 
 def prepare_load(
-    optimizer: Engine, path: str | os.PathLike[str], options: LoadOptions, model: nn.Module | None
+    optimizer: Loaded, path: str | os.PathLike[str], options: LoadOptions, model: nn.Module | None
 ) -> LoadPlan:
     """Plans the load of one part into ``optimizer`` and makes room for it, on all ranks or on none.
 
@@ -95,7 +99,28 @@ def prepare_load(
     )
 
 
-def _prepare(optimizer: Engine, path: Path, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
+def prepare_parts(
+    optimizer: Engine, path: str | os.PathLike[str], options: LoadOptions, model: nn.Module | None
+) -> list[tuple[Loaded, LoadPlan]]:
+    """``prepare_load`` of all parts that an optimizer is stored as, on all ranks or on none."""
+    made: list[tuple[Loaded, LoadPlan]] = []
+
+    def check() -> None:
+        names, steps = list(made[0][1].stored.catalogs), [plan.src.state.step for _, plan in made]
+        check_expert_parts(optimizer, options.part, names, steps, drop=options.unexpected == "drop", file=path)
+
+    try:
+        for name, view in load_views(optimizer, options.part):
+            made.append((view, prepare_load(view, path, replace(options, part=name), model)))
+        together(optimizer.control, "the parts to load", check)
+    except BaseException:
+        for _, plan in made:
+            plan.stored.store.close()
+        raise
+    return made
+
+
+def _prepare(optimizer: Loaded, path: Path, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
     stored = describe(path)
     try:
         return _plan(optimizer, stored, options, model)
@@ -104,7 +129,7 @@ def _prepare(optimizer: Engine, path: Path, options: LoadOptions, model: nn.Modu
         raise
 
 
-def _plan(optimizer: Engine, stored: Stored, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
+def _plan(optimizer: Loaded, stored: Stored, options: LoadOptions, model: nn.Module | None) -> LoadPlan:
     src = _part(stored, options.part)
     _check_names(src.state, optimizer, options, stored)
     _check_loss_scale(src.state, optimizer, options, stored)
@@ -125,7 +150,7 @@ def _plan(optimizer: Engine, stored: Stored, options: LoadOptions, model: nn.Mod
     return LoadPlan(stored, src, dst, absent, scalars, groups, tensors, extra)
 
 
-def execute_load(optimizer: Engine, plan: LoadPlan, model: nn.Module | None) -> None:
+def execute_load(optimizer: Loaded, plan: LoadPlan, model: nn.Module | None) -> None:
     """Reads this rank's bytes into the shards, then everything that hangs on them."""
 
     def fill() -> None:
@@ -142,7 +167,7 @@ def execute_load(optimizer: Engine, plan: LoadPlan, model: nn.Module | None) -> 
     optimizer.finish_load(plan.src.state.step, plan.groups, plan.src.state.loss_scale)
 
 
-def _copy(optimizer: Engine, plan: LoadPlan) -> None:
+def _copy(optimizer: Loaded, plan: LoadPlan) -> None:
     rank = optimizer.rank
     blobs = live_blobs(optimizer, plan.dst.state.slots)
     source = plan.stored.source(plan.src.part)
@@ -155,7 +180,7 @@ def _copy(optimizer: Engine, plan: LoadPlan) -> None:
 
 
 @torch.no_grad()
-def _take_unfrozen(optimizer: Engine, plan: LoadPlan) -> None:
+def _take_unfrozen(optimizer: Loaded, plan: LoadPlan) -> None:
     """Main params of params that were frozen in the file and are trained here: the value that the file has."""
     for fragment in optimizer.fragments:
         value = plan.model_tensors.get(fragment.spec.name)
@@ -172,7 +197,7 @@ def _part(stored: Stored, part: str) -> Catalog:
     return catalog
 
 
-def _check_names(src: PartState, optimizer: Engine, options: LoadOptions, stored: Stored) -> None:
+def _check_names(src: PartState, optimizer: Loaded, options: LoadOptions, stored: Stored) -> None:
     """Names every param that only one side has."""
     mine = [spec.name for spec in optimizer.param_specs]
     missing = [name for name in mine if name not in src.index]
@@ -191,7 +216,7 @@ def _check_names(src: PartState, optimizer: Engine, options: LoadOptions, stored
         )
 
 
-def _check_loss_scale(src: PartState, optimizer: Engine, options: LoadOptions, stored: Stored) -> None:
+def _check_loss_scale(src: PartState, optimizer: Loaded, options: LoadOptions, stored: Stored) -> None:
     """A run without a dynamic loss scale has no place for the file's; one without a record starts afresh."""
     if src.loss_scale is not None and optimizer.scaler.state() is None and options.unexpected == "error":
         raise UsageError(
@@ -202,7 +227,7 @@ def _check_loss_scale(src: PartState, optimizer: Engine, options: LoadOptions, s
         )
 
 
-def _wanted_slots(src: PartState, optimizer: Engine, options: LoadOptions, stored: Stored) -> tuple[SlotSpec, ...]:
+def _wanted_slots(src: PartState, optimizer: Loaded, options: LoadOptions, stored: Stored) -> tuple[SlotSpec, ...]:
     """The slots to load: those of the file that the optimizer keeps."""
     known = {slot.name: slot.dtype for slot in optimizer.expected_slots()}
     unexpected = [slot.name for slot in src.slots if slot.name not in known]
@@ -224,7 +249,7 @@ def _wanted_slots(src: PartState, optimizer: Engine, options: LoadOptions, store
 
 
 def _check_state(
-    optimizer: Engine, slots: Sequence[SlotSpec], scalars: Sequence[Mapping[str, Scalar]], stored: Stored
+    optimizer: Loaded, slots: Sequence[SlotSpec], scalars: Sequence[Mapping[str, Scalar]], stored: Stored
 ) -> None:
     try:
         optimizer.check_load(slots, scalars)
@@ -232,7 +257,7 @@ def _check_state(
         raise error.at(stored.path) from error
 
 
-def _live(optimizer: Engine, src: Catalog, slots: tuple[SlotSpec, ...]) -> Catalog:
+def _live(optimizer: Loaded, src: Catalog, slots: tuple[SlotSpec, ...]) -> Catalog:
     """The optimizer as the catalog that is loaded into. What the file has no value for is absent: not written to."""
     state = src.state
     absent = set()
@@ -250,7 +275,7 @@ def _scalars(src: PartState, name: str) -> Mapping[str, Scalar]:
     return {} if index is None else src.scalars_of(index)
 
 
-def _match_groups(stored: Stored, src: Catalog, optimizer: Engine) -> list[dict[str, Any]]:
+def _match_groups(stored: Stored, src: Catalog, optimizer: Loaded) -> list[dict[str, Any]]:
     """The file's hyper-parameters for each group of the run, matched by the params that both sides have."""
     file_groups = Checkpoint(stored, src.part).groups
     specs = optimizer.param_specs
@@ -299,7 +324,7 @@ def _check_model(
         check_model_tensors(model, tensors, strict=options.unexpected == "error")
 
 
-def _rank_extra(stored: Stored, step: int, optimizer: Engine, options: LoadOptions) -> dict[str, Any]:
+def _rank_extra(stored: Stored, step: int, optimizer: Loaded, options: LoadOptions) -> dict[str, Any]:
     """Rank-bound state under ``rank_extra``: this rank's own at the same number of ranks, else as was chosen."""
     record = stored.manifest.rank_extra
     if record is None or options.rank_state == "drop":

@@ -13,7 +13,7 @@ from ..model.manifest import FormatOptions
 from ..registry import DEFAULT_FORMAT
 from .async_save import SaveHandle
 from .dcp_state import load_state, make_sharded_state, make_state
-from .loading import LoadOptions, execute_load, prepare_load
+from .loading import LoadOptions, execute_load, prepare_parts
 from .saving import check_whole, save
 
 __all__ = ["Zero1Optimizer"]
@@ -100,11 +100,12 @@ class Zero1Optimizer(Engine):
         out to be damaged on the way, ``CorruptError``, and the optimizer refuses to step until a load succeeds.
         """
         options = LoadOptions(part, groups, missing, unexpected, rank_state, verify)
-        plan = prepare_load(self, path, options, self._model)
+        plans = prepare_parts(self, path, options, self._model)
         self.half_loaded = True
-        execute_load(self, plan, self._model)
+        for view, plan in plans:
+            execute_load(view, plan, self._model)
         self.half_loaded = False
-        return plan.extra
+        return plans[0][1].extra
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, by reference, for ``torch.distributed.checkpoint``.

@@ -13,10 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -49,6 +48,7 @@ from ..storage.staging import Area, Staging, refuse_existing, staged
 from .async_save import Flight, SaveHandle, lane_of, settle
 from .merging import Absent, PartHeader, RankReport, Written, make_shared_blobs, merge_reports
 from .model_tensors import collect_model_tensors
+from .parts import Peers, Saved, peers_of, stored_parts
 from .retention import after_commit, check_retention
 from .together import as_report, together
 
@@ -61,10 +61,6 @@ IMAGE = BucketShards()
 """A live optimizer's shards lie as a rank's payload of this format does, whatever it is saved as."""
 VALUE_KEY = "zero1ckpt.value"
 """Metadata key under which a rank-bound file holds its value, as JSON."""
-
-
-Saved = Union["Engine", Snapshot]
-"""What is saved: a live optimizer, or its state at an earlier moment."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +237,7 @@ def _model_entry(kind: str, data: TensorData) -> ModelTensor:
 
 def _save(request: SaveRequest, control: ControlPlane) -> int:
     """Saves; the bytes of tensors that all ranks have sent."""
+    request = replace(request, optimizers=stored_parts(request.optimizers))
     headers = _exchange_headers(request, control)
     if control.rank:
         root, absent = _agreed(control, None, "the folder of a save")
@@ -383,7 +380,7 @@ def _write_part(
     if request.format.shared_blobs:
         return push_part(copy, area, optimizer.rank, window_bytes=window), 0
     if not request.format.keeps_layout:
-        peers = _Peers(optimizer.control)
+        peers = Peers(optimizer.control, optimizer.rank, peers_of(optimizer))
         return gather_part(copy, area, peers), peers.sent
     return copy_part(copy, area, [optimizer.rank], workers=threads, window_bytes=window, prove=False), 0
 
@@ -397,29 +394,6 @@ def threads_of(optimizer: Saved) -> int:
         return 1
     here = min(int(os.environ.get("LOCAL_WORLD_SIZE", optimizer.dp_size)), optimizer.dp_size)
     return max(1, min(len(os.sched_getaffinity(0)) // max(here, 1), 4))
-
-
-class _Peers:
-    """The ranks of one optimizer, which send each other parts of blobs over the control plane's group."""
-
-    def __init__(self, control: ControlPlane) -> None:
-        self.rank, self.size = control.rank, control.size
-        self.sent = 0
-        self._group = control._group  # of gloo, whatever the tensors' own is
-
-    def swap(self, to: int, out: memoryview, origin: int, into: memoryview) -> None:
-        assert self._group is not None
-        works = []
-        if out.nbytes:
-            data = torch.frombuffer(out, dtype=torch.uint8)
-            works.append(dist.isend(data, dist.get_global_rank(self._group, to), self._group))
-            self.sent += out.nbytes
-        if into.nbytes:
-            data = torch.frombuffer(into, dtype=torch.uint8)
-            works.append(dist.irecv(data, dist.get_global_rank(self._group, origin), self._group))
-        for work in works:
-            if work is not None:
-                work.wait()
 
 
 def live_state(optimizer: Saved, part: str, absent: frozenset[tuple[int, int]] | None = None) -> PartState:
