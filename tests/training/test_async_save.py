@@ -90,6 +90,28 @@ def test_ranks_that_send_each_other_parts(work):
     assert files_of(work / "later") == files_of(work / "now")
 
 
+def several_optimizers(rank, work):
+    """Rank 1 is in one group more than rank 0; two optimizers are two parts, saved twice in a row."""
+    if rank:
+        torch.distributed.new_group([1], use_local_synchronization=True)
+    pairs = {name: make(bucket_size=300) for name in ("gen", "dis")}
+    optimizers = {name: optimizer for name, (_, optimizer) in pairs.items()}
+    for step in range(2):
+        for model, optimizer in pairs.values():
+            train(model, optimizer, 1, step, rank, 2)
+        zero1ckpt.save(work / f"now-{step}", optimizers)
+        handle = zero1ckpt.save(work / f"later-{step}", optimizers, asynchronous=True)
+    handle.wait()
+    return True
+
+
+@pytest.mark.dist
+def test_parts_and_ranks_in_different_numbers_of_groups(work):
+    run_ranks(2, several_optimizers, work)
+    for step in range(2):
+        assert files_of(work / f"later-{step}") == files_of(work / f"now-{step}")
+
+
 def test_step_waits_for_what_is_not_copied(work):
     """The copies are held back in the thread; the step makes those that nobody has begun, and waits for the rest."""
     model, optimizer = make(dtype=torch.bfloat16, bucket_size=300)
