@@ -292,9 +292,8 @@ def test_every_flipped_bit_is_found(format, container, work, data):
         else:
             catalog = describe(source, check_files=False).catalogs[""]
             blobs = {catalog.placement.blob_key(blob) for blob in range(catalog.placement.blob_count)}
-            assert all(f.kind == "nonzero_padding" or f.file not in blobs for f in answer.findings), (
-                "a value hangs on it"
-            )
+            harmless = ("nonzero_padding", "damaged_structure")  # no value hangs on it
+            assert all(f.kind in harmless or f.file not in blobs for f in answer.findings), answer.findings
             assert tree(work / "out") == wanted
     finally:
         flip(source / name, byte, bit)

@@ -393,7 +393,8 @@ class _BlobReader:
         wrong = self._crc != self._crcs[piece]
         if self._is_padding(row, low):
             if wrong and not self._bad_padding:
-                self._padding("damaged_data", f"what lies between tensors at byte {low}", "does not match its checksum")
+                kind = "damaged_data" if self.zero_padding else "damaged_structure"
+                self._padding(kind, f"what lies between tensors at byte {low}", "does not match its checksum")
             self._bad_padding = False
         elif wrong:
             self._found("damaged_data", row, low, high, "the data does not match its checksum")
