@@ -91,6 +91,7 @@ class Staging(Area):
         self.dst = dst
         self.overwrite = overwrite
         self._lock_fd = -1
+        self._published = False
         self._made: list[Path] = []
         with writing(dst):
             refuse_existing(dst, overwrite)
@@ -125,16 +126,19 @@ class Staging(Area):
                 fsync_folder(Path(folder))
             refuse_existing(self.dst, self.overwrite)
             self._move_into_place()
+            self._published = True
             for parent in (self.dst.parent, *(made.parent for made in reversed(self._made))):
                 fsync_folder(parent)
             shutil.rmtree(self.root, ignore_errors=True)  # what was replaced
             self._unlock(remove=True)
 
     def abandon(self) -> None:
-        """Removes everything that was made, the missing parents included."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Removes everything that was made, the missing parents included; of what was published already, nothing."""
+        if not self._published:
+            shutil.rmtree(self.root, ignore_errors=True)
         self._unlock(remove=True)
-        self._remove_made()
+        if not self._published:
+            self._remove_made()
 
     def leave(self) -> None:
         """Leaves what was made for a later resume."""
