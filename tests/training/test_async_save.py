@@ -62,6 +62,8 @@ def bytes_of_the_moment(rank, dp, work, dtype, options):
         gate.set()
         assert handle.wait() == work / "later" and handle.done()
     assert optimizer.applied_steps == 4
+    optimizer.wait_for_params()
+    torch.distributed.barrier()  # no rank ends while others still send
     return True
 
 

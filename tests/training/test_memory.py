@@ -41,6 +41,8 @@ def measured(rank, dp, dtype, grad_dtype, options):
     optimizer.inner.step = step
     model(torch.arange(6)).float().square().mean().backward()
     optimizer.step()
+    optimizer.wait_for_params()
+    torch.distributed.barrier()  # no rank ends while others still send
     gc.collect()
     report = optimizer.memory()
     states = tuple(slot.dtype for slot in optimizer.slot_specs()[1:])
