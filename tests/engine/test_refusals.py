@@ -64,7 +64,6 @@ def test_expert_params():
     [
         ({"loss_scale": "static"}, UsageError, "loss_scale"),
         ({"loss_scale": 0.0}, UsageError, "loss_scale"),
-        ({"offload": True}, UnsupportedError, "offload"),
         ({"num_distributed_optimizer_instances": 2}, UsageError, "num_distributed_optimizer_instances"),
         ({"reduce": "ring"}, UsageError, "reduce"),
         ({"reduce": "tree", "grad_dtype": "bfloat16"}, UsageError, "p: .*tree"),

@@ -43,9 +43,10 @@ def expert_size(expert: Any, data: dist.ProcessGroup | None, instances: int) -> 
     """
     if expert is None:
         return None
-    if not isinstance(expert, dist.ProcessGroup):
+    stranger: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to those that are not in it
+    if not isinstance(expert, dist.ProcessGroup) and expert is not stranger:
         raise UsageError("expert_group", found=type(expert).__name__, expected="a process group")
-    if dist.get_rank(expert) < 0:
+    if expert is stranger or dist.get_rank(expert) < 0:
         raise UsageError("this rank is not in expert_group", found=f"global rank {dist.get_rank()}")
     if instances != 1:
         raise UnsupportedError(

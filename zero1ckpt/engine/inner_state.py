@@ -69,6 +69,11 @@ _STARTS: dict[type[torch.optim.Optimizer], Mapping[str, float]] = {
 """Values before the first step, for exactly these classes. ASGD and Rprop start from the lr of their first step."""
 
 
+def keeps_state_by_param(inner: torch.optim.Optimizer) -> bool:
+    """Whether a step of some params leaves others, and what a later step does with them, as they are."""
+    return type(inner) in _STARTS
+
+
 def known_start(inner: torch.optim.Optimizer, at: int, template: GroupTemplate) -> dict[str, float]:
     """Start values of all slots of a param in group ``at``; empty where one of them is not known to be exact."""
     if inner.param_groups[at].get("dampening"):  # SGD: later steps scale the gradient, the first does not

@@ -74,7 +74,7 @@ def measure_memory(optimizer: Zero1Optimizer) -> MemoryReport:
         owned[fragment.buffer] += fragment.param.size
     for number, buffer in enumerate(optimizer.buffers):
         shard = int(buffer.layout.shard_offset[-1])
-        apart = buffer.params.dtype != main
+        apart = optimizer._store.apart(number)
         temporary = shard * main.itemsize if buffer.grads.dtype != main else 0
         states = {slot.name: slot.itemsize for slot in optimizer.slot_specs() if slot.name != MAIN_PARAM}
         kinds += Memory(

@@ -13,7 +13,7 @@ from .experts import expert_layout
 from .grad_scaler import make_scaler
 from .reductions import REDUCTIONS
 
-__all__ = ["EngineOptions", "check_elementwise_option", "choose_layout", "layout_rules", "refuse_unsupported"]
+__all__ = ["EngineOptions", "check_elementwise_option", "choose_layout", "layout_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class EngineOptions:
     loss_scale: Any = None
     max_grad_norm: float | None = None
     align_param_gather: bool = True
+    offload: bool = False
 
     def __post_init__(self) -> None:
         size = self.bucket_size
@@ -97,12 +98,3 @@ def check_elementwise_option(elementwise: bool | None) -> None:
     """Raises ``UnsupportedError`` for False."""
     if elementwise is False:
         raise UnsupportedError("an optimizer that is not elementwise cannot be sharded", found="elementwise=False")
-
-
-def refuse_unsupported(**given: tuple[Any, Any]) -> None:
-    """Each keyword with (value, default): raise ``UnsupportedError`` for the first that is set."""
-    for name, (value, default) in given.items():
-        if value != default:
-            raise UnsupportedError(
-                f"{name} is not supported in this version", found=repr(value), expected=repr(default)
-            )

@@ -38,27 +38,39 @@ class ShardStore:
     """Shards by slot. The slots of one buffer lie in one allocation, bucket after bucket; padding is zero.
 
     ``fp32_param`` of a buffer whose params have the main dtype is this rank's slices of the param buffer itself.
+    ``offload``: all of it lies in host memory, ``fp32_param`` too; pinned where the params are on a device.
     """
 
     def __init__(
-        self, layout: Layout, buffers: Sequence[ParamGradBuffer], comm: Communicator, main_dtype: torch.dtype
+        self,
+        layout: Layout,
+        buffers: Sequence[ParamGradBuffer],
+        comm: Communicator,
+        main_dtype: torch.dtype,
+        *,
+        offload: bool = False,
     ) -> None:
         self._layout = layout
-        self._device = buffers[0].params.device
+        device = buffers[0].params.device
+        self._device = torch.device("cpu") if offload else device
+        self._pinned = offload and device.type == "cuda"
+        self._apart = [offload or buffer.params.dtype != main_dtype for buffer in buffers]
         self._shards: dict[str, list[list[torch.Tensor]]] = {}
         self._dtypes: dict[str, torch.dtype] = {MAIN_PARAM: main_dtype}
         self._shards[MAIN_PARAM] = [
-            self._main_shards(buffer, comm.of(number), main_dtype) for number, buffer in enumerate(buffers)
+            self._main_shards(number, buffer, comm.of(number), main_dtype) for number, buffer in enumerate(buffers)
         ]
 
-    def _main_shards(self, buffer: ParamGradBuffer, comm: Communicator, dtype: torch.dtype) -> list[torch.Tensor]:
-        if buffer.params.dtype != dtype:
-            return self._allocate(self._layout.buffers.index(buffer.layout), dtype)
+    def _main_shards(
+        self, number: int, buffer: ParamGradBuffer, comm: Communicator, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        if self._apart[number]:
+            return self._allocate(number, dtype)
         return [comm.own(buffer.bucket_of_params(b)) for b in range(buffer.layout.bucket_count)]
 
     def _allocate(self, buffer: int, dtype: torch.dtype) -> list[torch.Tensor]:
         offset = self._layout.buffers[buffer].shard_offset.tolist()
-        memory = torch.zeros(offset[-1], dtype=dtype, device=self._device)
+        memory = torch.zeros(offset[-1], dtype=dtype, device=self._device, pin_memory=self._pinned)
         return [memory[low:high] for low, high in pairwise(offset)]
 
     def ensure(self, slot: str, dtype: torch.dtype) -> None:
@@ -66,6 +78,10 @@ class ShardStore:
         if slot not in self._shards:
             self._dtypes[slot] = dtype
             self._shards[slot] = [self._allocate(i, dtype) for i in range(len(self._layout.buffers))]
+
+    def apart(self, buffer: int) -> bool:
+        """Whether main params have memory of their own."""
+        return self._apart[buffer]
 
     def __contains__(self, slot: str) -> bool:
         return slot in self._shards

@@ -130,7 +130,7 @@ def _shards(optimizer: Zero1Optimizer) -> tuple[dict[_Key, torch.Tensor], set[_K
             for slot in optimizer.slot_specs():
                 key = (slot.name, number, bucket)
                 shards[key] = optimizer._store.shard(*key)
-                if slot.name == MAIN_PARAM and shards[key].dtype == optimizer.buffers[number].params.dtype:
+                if slot.name == MAIN_PARAM and not optimizer._store.apart(number):
                     open_to_all.add(key)
     return shards, open_to_all
 

@@ -16,7 +16,7 @@ from ..core.errors import UsageError
 from ..core.layout import Layout
 from ..model.state import MAIN_PARAM, LossScale, ParamSpec, Scalar, SlotSpec
 from .base import hyper_parameters
-from .bucket_order import BucketRef, backward_order
+from .bucket_order import backward_order
 from .buffers import make_buffers
 from .collectives import Communicator, make_communicator
 from .control import ControlPlane
@@ -28,7 +28,8 @@ from .inner_state import InnerFactory, InnerTemplate, probe_inner
 from .instances import instance_size, make_instances
 from .live import plain_groups, update_group
 from .mixed_precision import MixedPrecisionOptimizer
-from .options import EngineOptions, check_elementwise_option, choose_layout, refuse_unsupported
+from .offload import HostLink, MainUpdate
+from .options import EngineOptions, check_elementwise_option, choose_layout
 from .overlap_grads import GradReducer
 from .param_sync import ParamSync
 from .params import ParamTable, collect_params
@@ -62,6 +63,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     ``layout``: one that was made before, instead of ``bucket_size``. ``timeout``: seconds that a rank waits for others
     before it names those that are missing (default: that of the process group).
     ``expert_group``: of the params with ``allreduce=False``; see ``experts``.
+    ``offload``: main params, state and the inner step are on the host; see ``offload``.
     ``num_distributed_optimizer_instances``: state is sharded over so many parts of the group each; see ``instances``.
 
     ``model_parallel_group``, ``tensor_parallel_group``: over which norms and overflows are agreed besides; see
@@ -104,7 +106,6 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         self.rank, self.dp_size, self.instance = self.control.rank, self.control.size, 0
 
         def read() -> tuple[EngineOptions, ParamTable, InnerTemplate]:
-            refuse_unsupported(offload=(offload, False))
             check_elementwise_option(elementwise)
             engine = EngineOptions(
                 bucket_size,
@@ -115,6 +116,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
                 loss_scale,
                 max_grad_norm,
                 align_param_gather=align_param_gather,
+                offload=bool(offload),
             )
             table = collect_params(params, model, grad_dtype, experts=expert_group is not None)
             self._parallel = ParallelGroups.of(model_parallel_group, tensor_parallel_group)
@@ -125,7 +127,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
             self.layout = choose_layout(layout, engine, table.specs, self.dp_size, experts)
             if reduce == "tree":
                 check_tree_dtypes(table)
-            scratch = torch.empty(0, dtype=table.main_dtype, device=table.device)
+            scratch = torch.empty(0, dtype=table.main_dtype, device="cpu" if offload else table.device)
             template = probe_inner(
                 optimizer_class, [g.options for g in table.groups], options, scratch, elementwise=bool(elementwise)
             )
@@ -162,7 +164,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
             comm = self.experts.join(comm, self.layout, table.device, self.options.reduce, timeout)
         for number, buffer in enumerate(self.buffers):
             comm.of(number).broadcast(buffer.params)
-        self._store = ShardStore(self.layout, self.buffers, comm, table.main_dtype)
+        self._store = ShardStore(self.layout, self.buffers, comm, table.main_dtype, offload=self.options.offload)
         ranks = [comm.of(number).rank for number in range(len(self.buffers))]
         self.fragments = owned_fragments(self.layout, table.specs, self._store, ranks)
         self._copy_model_to_main(comm)
@@ -211,6 +213,8 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
             model_parallel=make_communicator(self._parallel.model_parallel, table.device, "mean", timeout),
         )
         self._slots = SlotState(inner, template, self._store, self.fragments)
+        link = HostLink(table.device) if self.options.offload else None
+        self._update = MainUpdate(inner, self.fragments, self._store, self.buffers, comm, link)
 
     @property
     def param_specs(self) -> tuple[ParamSpec, ...]:
@@ -315,25 +319,14 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     # ---------------------------------------------------------------------------------------------------------- update
 
     def update_main_params(self) -> None:
-        left_out = set(self._unused) if self.options.unused == "skip" else set()
-        for fragment, grad in zip(self.fragments, self.main_grad_pieces(), strict=True):
-            if fragment.index in left_out or not self._table.tensors[fragment.index].requires_grad:
-                fragment.main.grad = None
-            else:
-                fragment.main.grad = grad
+        frozen = {index for index, tensor in enumerate(self._table.tensors) if not tensor.requires_grad}
         self.before_change()
-        self.inner.step()
+        self._update.step(self._main_grads, frozen.union(self._unused if self.options.unused == "skip" else ()))
         self._slots.after_step()
 
     def copy_main_to_model(self) -> None:
         """Cast this rank's main params into its slices of the param buffers, and gather the others'."""
-        self._params.publish(self._cast_own)
-
-    def _cast_own(self, ref: BucketRef) -> None:
-        own = self.comm.of(ref.buffer).own(self.buffers[ref.buffer].bucket_of_params(ref.bucket))
-        main = self._store.shard(MAIN_PARAM, ref.buffer, ref.bucket)
-        if own.dtype != main.dtype:
-            own.copy_(main)
+        self._params.publish(lambda ref: self._update.cast(ref.buffer, ref.bucket))
 
     def wait_for_params(self) -> None:
         """Return when no gather is in flight (``overlap_param_gather``). To be called before params are read other than
@@ -373,10 +366,9 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
     def _copy_model_to_main(self, comm: Communicator) -> None:
         for number, buffer in enumerate(self.buffers):
             for bucket in range(buffer.layout.bucket_count):
-                own = comm.of(number).own(buffer.bucket_of_params(bucket))
-                main = self._store.shard(MAIN_PARAM, number, bucket)
-                if own.dtype != main.dtype:
-                    main.copy_(own)
+                if self._store.apart(number):
+                    own = comm.of(number).own(buffer.bucket_of_params(bucket))
+                    self._store.shard(MAIN_PARAM, number, bucket).copy_(own)
 
     # ------------------------------------------------------------------------------------------ the state, for storage
 
@@ -424,6 +416,7 @@ class Zero1Optimizer(SnapshotTaker, MegatronViews, MixedPrecisionOptimizer):
         with nothing changed, for a slot or scalar that the inner optimizer has not, and for a dtype not its own.
         """
         self.before_change()
+        self._update.settle()
         self._slots.begin_load(slots, absent, scalars, only)
         self._loaded_scalars = scalars
 
