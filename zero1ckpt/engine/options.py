@@ -1,4 +1,4 @@
-"""The keywords of the optimizer, checked; those whose feature is not part of this version are refused by name."""
+"""The keywords of the optimizer, checked, and the layout that they make."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 import torch.distributed as dist
 
-from ..core.errors import UsageError
+from ..core.errors import UnsupportedError, UsageError
 from ..core.layout import Layout, layout_params
 from ..engine.control import ControlPlane
 from ..engine.grad_scaler import Scaler
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from ..engine.zero1 import OwnedFragment
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["LoadView", "PartView", "Peers", "Saved", "check_expert_parts", "load_views", "peers_of", "stored_parts"]
+__all__ = [
+    "LoadView",
+    "PartView",
+    "Peers",
+    "Saved",
+    "check_expert_parts",
+    "load_views",
+    "peers_of",
+    "refuse_same_names",
+    "stored_parts",
+]
 
 
 class PartView:
@@ -102,6 +112,16 @@ def _kinds(optimizer: Engine | Snapshot, part: str) -> Iterator[tuple[str, bool]
 
 def _expert_prefix(part: str) -> str:
     return f"{part}.experts" if part else "experts"
+
+
+def refuse_same_names(optimizer: Engine) -> None:
+    """Raises ``UnsupportedError`` where ranks hold different params under one name: one dict for all would keep one."""
+    if optimizer.experts is not None and optimizer.experts.count > 1:
+        raise UnsupportedError(
+            "state_dict() would hold other experts under the same names on other ranks",
+            found=f"{optimizer.experts.count} expert groups",
+            hint="use save(path), which gives each group a part of its own",
+        )
 
 
 def peers_of(optimizer: Saved) -> Sequence[int]:
