@@ -15,6 +15,7 @@ CODES = {
     "UnsupportedError": 5,
     "OutputError": 6,
     "InterruptedRunError": 130,
+    "LostRankError": 130,
 }
 
 
