@@ -161,6 +161,16 @@ def test_forged_manifest_of_impossible_sizes(work, src, place, value):
     refused(work, 4, "manifest.json", call=lambda work: verify(work / "src"))
 
 
+@pytest.mark.parametrize("length", [250, 300, 5000])
+def test_names_that_are_too_long(work, src, length):
+    name = "q" * length
+    refused(work, 6, name, dst=name)
+    refused(work, 6, name, dst=name, overwrite=True)
+    refused(work, 3, name, call=lambda work: zero1ckpt.open(work / name))
+    (work / "latest").write_text(name)
+    refused(work, 3, call=lambda work: zero1ckpt.open(work))
+
+
 def test_run_folder(work, src):
     os.rename(src, work / "step-3")
     (work / "src").mkdir()

@@ -1,5 +1,8 @@
 """What cannot be trained is refused at construction, in one line, on every rank."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +100,14 @@ def test_afterwards():
     with pytest.raises(UnsupportedError, match="weight: sparse"):
         embedding(torch.tensor([1])).sum().backward()
     kept.close()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies(duplicate):
+    """A copy would share the hooks and buffers of the model's params, or have none."""
+    optimizer = make([weight(2)])
+    with pytest.raises(UnsupportedError, match="copied or pickled"):
+        duplicate(optimizer)
 
 
 def test_names():

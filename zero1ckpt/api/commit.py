@@ -25,7 +25,7 @@ from ..model.manifest import (
 from ..model.protocols import Area, Format, Progress
 from ..model.values import Json, encode_value
 from ..resharding.copying import BlobReport, PartCopy, copy_part
-from ..storage.local import OutputFile
+from ..storage.local import OutputFile, writing
 from .stored import EXTRA_FILE, describe
 from .tensors import stored_dtype, tensor_bytes
 
@@ -154,8 +154,9 @@ def write_extra(area: Area, tensors: Sequence[TensorData]) -> list[FileEntry]:
 
 def check_overwrite(dst: Path, overwrite: bool) -> None:
     """Refuses to replace a folder that holds anything but one whole checkpoint of ours: nothing else is deleted."""
-    if not overwrite or not dst.is_dir() or not any(dst.iterdir()):
-        return
+    with writing(dst):
+        if not overwrite or not dst.is_dir() or not any(dst.iterdir()):
+            return
     try:
         stored = describe(dst, check_files=False)
     except Zero1CkptError as error:
@@ -175,10 +176,11 @@ def check_overwrite(dst: Path, overwrite: bool) -> None:
 
 def check_space(dst: Path, nbytes: int) -> None:
     """Raises ``OutputError`` where the file system has not the bytes, before anything is written."""
-    folder = dst
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    with writing(dst):
+        folder = dst
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise OutputError(
             "there is not enough space",

@@ -176,6 +176,16 @@ def resolve(path: Path) -> Path:
 
     Raises ``MissingError`` that says what is there instead.
     """
+    try:
+        return _resolve(path)
+    except Zero1CkptError:
+        raise
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be looked into, a NUL
+        problem = getattr(error, "strerror", None) or error
+        raise MissingError(f"cannot be opened: {problem}", file=path, hint="check the path") from error
+
+
+def _resolve(path: Path) -> Path:
     if (path / MANIFEST_NAME).is_file():
         return path
     if not os.path.lexists(path):

@@ -75,6 +75,13 @@ class OptimizerBase(torch.optim.Optimizer):
         self._built = True
         self.state = cast(Any, StateView(inner.state, trained))
 
+    def __getstate__(self) -> Any:
+        """Of a copy or a pickle: there is none, for hooks, process groups and the model's params are not copied."""
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot be copied or pickled; build another one over the copy of the model, and "
+            "save and load its state"
+        )
+
     # ------------------------------------------------------------------------------------------ what subclasses supply
 
     @abstractmethod
