@@ -133,9 +133,8 @@ class Staging(Area):
             self._unlock(remove=True)
 
     def abandon(self) -> None:
-        """Removes everything that was made, the missing parents included; of what was published already, nothing."""
-        if not self._published:
-            shutil.rmtree(self.root, ignore_errors=True)
+        """Removes everything that was made, the missing parents included; what was published already stays whole."""
+        shutil.rmtree(self.root, ignore_errors=True)  # when published, what was replaced, if anything
         self._unlock(remove=True)
         if not self._published:
             self._remove_made()
