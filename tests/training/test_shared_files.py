@@ -21,7 +21,7 @@ def trained():
 
 
 def save(rank, path, local, options, container):
-    """Bytes of tensors that this rank has sent, and the (file, offset, bytes) of its writes."""
+    """Bytes of tensors that this rank has sent, its (file, offset, bytes) of writes, and the total that is reported."""
     payload_format.is_local = fully_reshardable_torch_dist.is_local = lambda folder: local
     sent = []
     writes = []
@@ -37,8 +37,8 @@ def save(rank, path, local, options, container):
         write(self, at, data)
 
     PartFile.sync, PartFile.write_part = counted_sync, counted_write
-    trained().save(path, format="fully_reshardable", container=container, options=options)
-    return sum(sent), writes
+    handle = trained().save(path, format="fully_reshardable", container=container, options=options)
+    return sum(sent), writes, handle.sent_bytes
 
 
 @pytest.mark.dist
@@ -48,13 +48,14 @@ def test_ranks_write_their_own_bytes_and_share_pages_only_locally(tmp_path, shar
     options = zero1ckpt.FormatOptions(shard_bytes=shard_bytes)
     local = run_ranks(3, save, str(tmp_path / "local"), True, options, container)
     shared = run_ranks(3, save, str(tmp_path / "shared"), False, options, container)
-    assert [sent for sent, _ in local] == [0, 0, 0]
-    spans = sorted((key, at, size) for _, writes in local for key, at, size in writes)
+    assert [sent for sent, *_ in local] == [0, 0, 0] and {reported for *_, reported in local} == {0}
+    spans = sorted((key, at, size) for _, writes, _ in local for key, at, size in writes)
     total = sum(size for *_, size in spans)
     assert total == 3 * 4 * sum(p.numel() for p in trained().param_groups[0]["params"])
     for (key, at, size), (other, begin, _) in pairwise(spans):
         assert key != other or at + size <= begin  # every byte has one writer
-    assert all(0 < sent < total for sent, _ in shared)
+    assert all(0 < sent < total for sent, *_ in shared)
+    assert {reported for *_, reported in shared} == {sum(sent for sent, *_ in shared)}  # counted
     names = sorted(path.name for path in (tmp_path / "local").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "shared").iterdir())
     for name in names:

@@ -13,11 +13,13 @@ from ..core.errors import CorruptError, OutputError, UsageError, Zero1CkptError
 from ..encodings.tensor_file import TensorData, write_tensor_file
 from ..model.catalog import Catalog, digest_tensors
 from ..model.manifest import (
+    MANIFEST_NAME,
     FileEntry,
     FormatOptions,
     ModelTensor,
     PartManifest,
     RankExtra,
+    decode_manifest,
     encode_manifest,
     make_part,
     new_manifest,
@@ -117,7 +119,9 @@ def encode_manifest_of(
     manifest = new_manifest(
         format.name, format.container, parts, files, extra=extra, model=model, rank_extra=rank_extra, options=options
     )
-    return encode_manifest(manifest)
+    data = encode_manifest(manifest)
+    decode_manifest(data, MANIFEST_NAME)  # what could not be read again must not be published
+    return data
 
 
 def write_derived(area: Area, format: Format, catalog: Catalog) -> list[FileEntry]:

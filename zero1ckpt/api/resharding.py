@@ -129,9 +129,13 @@ def plan_reshard(
     workers: int | None = None,
     memory_limit: int | None = None,
     verify: bool = True,
+    check_files: bool = True,
 ) -> ReshardPlan:
-    """Plans a reshard; reads the source's manifest only. Arguments and errors as of ``reshard``."""
-    stored = describe(src)
+    """Plans a reshard; reads the source's manifest only. Arguments and errors as of ``reshard``.
+
+    ``check_files=False``: without a look at whether the source's files are there.
+    """
+    stored = describe(src, check_files=check_files)
     plugin = _target_format(stored, format, container)
     target = _destination(stored.path, dst, to_dp, plugin)
     size = None if bucket_size is None else parse_bucket_size(bucket_size)

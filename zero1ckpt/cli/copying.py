@@ -86,6 +86,7 @@ def _plan(options: CopyOptions) -> ReshardPlan:
         workers=options.workers,
         memory_limit=options.memory_limit,
         verify=options.verify,
+        check_files=not options.dry_run,
     )
 
 

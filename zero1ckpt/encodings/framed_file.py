@@ -178,6 +178,10 @@ class FramedFile:
         """The partial CRC-32s of the tensors that this process wrote a part of, and edges of pages."""
         return [(index, crc) for index, crc in enumerate(self._crcs) if crc], self._file.sync()
 
+    @property
+    def told_bytes(self) -> int:
+        return self._file.told_bytes
+
     def seal(self, pieces: Sequence[int], shares: Sequence[object] = ()) -> list[FileEntry]:
         for share in shares:
             crcs, edges = cast(_Told, share)

@@ -47,6 +47,11 @@ class PartFile:
         self._file.sync_and_close()
         return self._edges
 
+    @property
+    def told_bytes(self) -> int:
+        """Bytes of the edges that ``sync`` returns."""
+        return sum(len(edge) for _, edge in self._edges)
+
     def write(self, offset: int, data: memoryview) -> None:
         """For the process that completes the file, when no other writes to it any more."""
         self._file.write(offset, data)

@@ -130,6 +130,10 @@ class PayloadFile:
     def sync(self) -> list[Edge]:
         return self._file.sync()
 
+    @property
+    def told_bytes(self) -> int:
+        return self._file.told_bytes
+
     def seal(self, pieces: Sequence[int], shares: Sequence[object] = ()) -> list[FileEntry]:
         for edges in shares:
             self._file.write_edges(cast(list[Edge], edges))

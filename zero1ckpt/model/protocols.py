@@ -79,6 +79,10 @@ class BlobWriter(Sink, Protocol):
     def sync(self) -> object:
         """Makes durable what this process wrote, lets go of it, and returns what the sealing process must know."""
 
+    @property
+    def told_bytes(self) -> int:
+        """Bytes of tensors in what ``sync`` returns: they travel to the sealing process, and are counted."""
+
     def seal(self, pieces: Sequence[int], shares: Sequence[object] = ()) -> list[FileEntry]:
         """Completes the blob with the checksums of all pieces, makes it durable and puts it under its name.
 

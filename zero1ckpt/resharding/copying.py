@@ -8,10 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from ..core.errors import UsageError
+from ..core.digest import crc64, format_digest, shift
+from ..core.errors import CorruptError, MissingError, UsageError
 from ..model.catalog import Catalog, fold_pieces
 from ..model.manifest import FileEntry
 from ..model.protocols import Area, BlobWriter, Format, Progress, Source
+from ..storage.local import LocalStore
 from .execute import Copier, Job, run_jobs
 from .plan import Correspondence, plan_blob, plan_push
 from .prove import Prover
@@ -33,10 +35,14 @@ class BlobReport:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process's share of a blob: what it added to the checksum of each piece, and what its writer has to tell."""
+    """One process's share of a blob: what it added to the checksum of each piece, and what its writer has to tell.
+
+    ``sent``: bytes of tensors in that.
+    """
 
     crcs: Mapping[int, int]
     told: object
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def copy_part(
 
     def jobs() -> Iterator[Job]:
         for blob in wanted:
-            done = part.format.adopt(area, part.dst, blob) if area.resumed else None
+            done = _adopt(part, area, blob, window_bytes) if area.resumed else None
             if done is None:
                 yield _job(part, area, blob, reports)
             else:
@@ -103,6 +109,31 @@ def copy_part(
     finally:
         reports.close()
     return [reports.done[blob] for blob in wanted]
+
+
+def _adopt(part: PartCopy, area: Area, blob: int, window_bytes: int) -> tuple[list[FileEntry], Sequence[int]] | None:
+    """Files and pieces of a blob that an interrupted run has completed, if its bytes are still what was written."""
+    done = part.format.adopt(area, part.dst, blob)
+    if done is None:
+        return None
+    store = LocalStore(area.root)
+    try:
+        whole = all(_file_digest(store, entry, window_bytes) == entry.digest for entry in done[0])
+    except (CorruptError, MissingError):
+        return None
+    finally:
+        store.close()
+    return done if whole else None
+
+
+def _file_digest(store: LocalStore, entry: FileEntry, window_bytes: int) -> str:
+    window = memoryview(bytearray(min(window_bytes, max(entry.bytes, 1))))
+    crc = 0
+    for at in range(0, entry.bytes, window.nbytes):
+        data = window[: min(window.nbytes, entry.bytes - at)]
+        store.readv_into(entry.path, at, [data])
+        crc = shift(crc, data.nbytes) ^ crc64(data)
+    return format_digest(crc)
 
 
 def _threads(part: PartCopy, blobs: Sequence[int], workers: int, window_bytes: int) -> int:
@@ -164,7 +195,7 @@ def push_part(
 
 
 def _keep(writer: BlobWriter, added: dict[int, Share], job: Job) -> None:
-    added[job.blob] = Share(job.crcs, writer.sync())
+    added[job.blob] = Share(job.crcs, writer.sync(), writer.told_bytes)
 
 
 def seal_blobs(format: Format, catalog: Catalog, area: Area, added: Sequence[Mapping[int, Share]]) -> list[BlobReport]:

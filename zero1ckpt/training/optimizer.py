@@ -14,7 +14,6 @@ from ..registry import DEFAULT_FORMAT
 from .async_save import SaveHandle
 from .dcp_state import load_state, make_sharded_state, make_state
 from .loading import LoadOptions, execute_load, prepare_parts
-from .parts import refuse_same_names
 from .saving import check_whole, save
 
 __all__ = ["Zero1Optimizer"]
@@ -116,7 +115,6 @@ class Zero1Optimizer(Engine):
         ranks (of experts, at the same number of expert groups). To be called by all ranks; for optimizers of several
         process groups, under different keys.
         """
-        refuse_same_names(self)
         return make_state(self, self._begin_read)
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 import torch.distributed as dist
 
-from ..core.errors import UnsupportedError, UsageError
+from ..core.errors import UsageError
 from ..core.layout import Layout, layout_params
 from ..engine.control import ControlPlane
 from ..engine.grad_scaler import Scaler
@@ -34,7 +34,6 @@ __all__ = [
     "check_expert_parts",
     "load_views",
     "peers_of",
-    "refuse_same_names",
     "stored_parts",
 ]
 
@@ -112,16 +111,6 @@ def _kinds(optimizer: Engine | Snapshot, part: str) -> Iterator[tuple[str, bool]
 
 def _expert_prefix(part: str) -> str:
     return f"{part}.experts" if part else "experts"
-
-
-def refuse_same_names(optimizer: Engine) -> None:
-    """Raises ``UnsupportedError`` where ranks hold different params under one name: one dict for all would keep one."""
-    if optimizer.experts is not None and optimizer.experts.count > 1:
-        raise UnsupportedError(
-            "state_dict() would hold other experts under the same names on other ranks",
-            found=f"{optimizer.experts.count} expert groups",
-            hint="use save(path), which gives each group a part of its own",
-        )
 
 
 def peers_of(optimizer: Saved) -> Sequence[int]:

@@ -378,7 +378,8 @@ def _write_part(
     threads = threads_of(optimizer)
     window = window_bytes(None, threads)
     if request.format.shared_blobs:
-        return push_part(copy, area, optimizer.rank, window_bytes=window), 0
+        shares = push_part(copy, area, optimizer.rank, window_bytes=window)
+        return shares, sum(share.sent for share in shares.values())
     if not request.format.keeps_layout:
         peers = Peers(optimizer.control, optimizer.rank, peers_of(optimizer))
         return gather_part(copy, area, peers), peers.sent
