@@ -144,8 +144,13 @@ class ShardSource:
         shard = self.shard(blob)
         item = shard.array.itemsize
         low, high = at // item, -(-(at + data.nbytes) // item)
+        values = np.frombuffer(bytearray(0), UNSIGNED[item])
         whole = low * item == at and high * item == at + data.nbytes
-        values = np.frombuffer(data if whole else bytearray((high - low) * item), UNSIGNED[item])
+        if whole:
+            values = np.frombuffer(data, UNSIGNED[item])
+        whole = whole and values.flags.aligned  # tensorstore reads into aligned memory only; windows may begin anywhere
+        if not whole:
+            values = np.frombuffer(bytearray((high - low) * item), UNSIGNED[item])
         waiting = []
         for begin, end, elements in shard.runs(low, high):
             part = values[begin - low : end - low]
