@@ -97,7 +97,7 @@ def raw_write(target: Path, tensors: dict[str, torch.Tensor], threads: int) -> N
         for view in views[index::threads]:
             data = memoryview(view)
             while data.nbytes:
-                data = data[os.write(fd, data) :]
+                data = data[os.write(fd, data[: 2**20]) :]
         os.fsync(fd)
         os.close(fd)
 
