@@ -1,0 +1,1 @@
+"""Checkpoints that other systems wrote, described by the same catalogs as our own."""

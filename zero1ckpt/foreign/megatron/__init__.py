@@ -1,0 +1,1 @@
+"""Megatron-Core's distributed-optimizer checkpoints. What the files look like: formats/foreign/megatron/NOTES.md."""
