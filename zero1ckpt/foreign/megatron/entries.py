@@ -1,15 +1,16 @@
 """What a checkpoint's container holds, by key: tensors in chunks, objects, the common state.
 
 Three containers come out the same: torch_dist (``.metadata`` and ``*.distcp``), zarr (one array a key) and the legacy
-``.pt`` files. A **chunk** is a row-major box of a tensor whose bytes lie in one piece of one file; it is a *blob* of the
-catalogs made from it, and its payload is its elements. Where a chunk's bytes begin is looked up when it is first read:
-a large checkpoint has a hundred thousand of them.
+``.pt`` files. A **chunk** is a row-major box of a tensor whose bytes lie in one piece of one file; it is a *blob* of
+the catalogs made from it, and its payload is its elements. Where a chunk's bytes begin is looked up when it is first
+read: a large checkpoint has a hundred thousand of them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from numpy.typing import NDArray
 from ...core.errors import CorruptError
 from ...core.ranges import IntColumn
 from ...encodings.inert_pickle import Value
-from ...encodings.torch_archive import tensor_itemsize
+from ...encodings.torch_archive import Archive, tensor_itemsize
 from ...storage.local import LocalStore
 
-__all__ = ["Chunks", "ChunkSource", "Entries", "StoredTensor"]
+__all__ = ["ChunkSource", "Chunks", "Entries", "Place", "StoredTensor", "unwrapped", "writer_of"]
 
 IntTable = NDArray[np.int64]
 
-Locate = Callable[[int], tuple[str, int]]
-"""File and first byte of a chunk's elements."""
+Place = tuple[str, int]
+"""File, and byte in it where a chunk's elements begin."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,24 +56,42 @@ class Chunks:
 
     nbytes: IntColumn
     writer: IntColumn
-    locate: Locate
-    _places: dict[int, tuple[str, int]] = field(default_factory=dict)
+    locate: Callable[[int], Place]
+    _places: dict[int, Place] = field(default_factory=dict)
 
-    def place(self, chunk: int) -> tuple[str, int]:
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def place(self, chunk: int) -> Place:
         """File and byte where a chunk's elements begin. Raises ``CorruptError``, ``MissingError``."""
         found = self._places.get(chunk)
         if found is None:
             found = self._places[chunk] = self.locate(chunk)
         return found
 
+    def extended(self, places: Sequence[Place], nbytes: Sequence[int]) -> tuple[Chunks, IntColumn]:
+        """These chunks and more, whose places are known; and the indices of the new ones."""
+        count = len(self)
+        known = dict(enumerate(places, count))
+
+        def locate(chunk: int) -> Place:
+            return known[chunk] if chunk >= count else self.place(chunk)
+
+        sizes = np.concatenate((self.nbytes, np.array(nbytes, np.int64).reshape(-1))).astype(np.int64)
+        writers = np.array([writer_of(file) for file, _ in places], np.int64).reshape(-1)
+        grown = Chunks(sizes, np.concatenate((self.writer, writers)).astype(np.int64), locate)
+        return grown, np.arange(count, count + len(places))
+
 
 @dataclass(frozen=True)
 class Entries:
-    """A checkpoint's content. ``load_object(key)``: the inert value of an object, without the list of one around it.
+    """A checkpoint's content.
 
-    ``objects``: keys of objects that are no tensors, with the bytes that each takes; torch_dist keys end in
-    ``/shard_<offsets>_<shape>``. ``common``: the common state (``common.pt``, or the entry that replaced it).
-    ``files``: what the folder holds, by path relative to it, with its bytes. ``common_in``: "file" or "entry".
+    ``objects``: keys of objects that are no tensors, with the bytes that each takes; those of torch_dist end in
+    ``/shard_<offsets>_<shape>``. ``load_archive``: an object's archive: its inert value, and where the storages of
+    tensors inside it lie. ``common``: the common state, from ``common_in``: "file" (``common.pt``) or "entry".
+    ``files``: what the folder holds, by path relative to it, with its bytes. ``original_shape``: of a key whose axes
+    Megatron-Core cut up (``nd_reformulated_orig_global_shape``), else None.
     """
 
     path: Path
@@ -80,18 +99,43 @@ class Entries:
     store: LocalStore
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, int]
-    load_object: Callable[[str], Value]
+    load_archive: Callable[[str], Archive]
     chunks: Chunks
     common: Mapping[str, Any]
     files: Mapping[str, int]
     common_in: str = "file"
     original_shape: Callable[[str], tuple[int, ...] | None] = lambda key: None
+    place_object: Callable[[str], Place] | None = None
+
+    def object_place(self, key: str) -> Place:
+        """File and first byte of an object's archive: one of its own, unless the container says otherwise."""
+        return (f"{key}.pt", 0) if self.place_object is None else self.place_object(key)
+
+    def load_object(self, key: str) -> Value:
+        """The inert value of an object, without the list of one that torch_dist puts around it."""
+        return unwrapped(self.load_archive(key).value)
+
+    def with_chunks(self, places: Sequence[Place], nbytes: Sequence[int]) -> tuple[Entries, IntColumn]:
+        """These entries and more chunks (tensors that lie inside objects), and the indices of the new ones."""
+        chunks, added = self.chunks.extended(places, nbytes)
+        return replace(self, chunks=chunks), added
+
+
+def unwrapped(value: Value) -> Value:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def writer_of(file: str) -> int:
+    """The rank that wrote a ``.distcp`` file, by its name; -1 for another file."""
+    found = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
+    return int(found[1]) if found else -1
 
 
 @dataclass(frozen=True)
 class ChunkSource:
-    """Elements of chunks (``model.protocols.Source``). Nothing proves them: these containers have no checksums
-    of pieces that are worth their cost.
+    """Elements of chunks (``model.protocols.Source``).
+
+    Nothing proves them on the way: what these containers have are checksums of whole archives, if any.
     """
 
     store: LocalStore
@@ -102,7 +146,7 @@ class ChunkSource:
 
     def read_run(self, blob: int, at: int, buffers: Sequence[memoryview]) -> None:
         file, begin = self.chunks.place(blob)
-        if at + sum(len(b) for b in buffers) > int(self.chunks.nbytes[blob]):
+        if at + sum(len(buffer) for buffer in buffers) > int(self.chunks.nbytes[blob]):
             raise CorruptError("a read reaches beyond a chunk", file=self.store.label(file))
         self.store.readv_into(file, begin + at, buffers)
 

@@ -11,7 +11,7 @@ from ...core.layout import BufferKey
 from ...model.catalog import Catalog
 from .entries import ChunkSource, Entries
 
-__all__ = ["Buffer", "Bucket", "Evidence", "KeyBox", "LocalParam", "MegatronCheckpoint", "MegatronPart", "PartLayout"]
+__all__ = ["Bucket", "Buffer", "Evidence", "KeyBox", "LocalParam", "MegatronCheckpoint", "MegatronPart", "PartLayout"]
 
 
 @dataclass(frozen=True, slots=True)
