@@ -12,9 +12,10 @@ from safetensors.torch import load_file, load_model
 import zero1ckpt
 from tests.strategies import finite, same_bits, small_state, tree
 from zero1ckpt.api.commit import encode_manifest_of
-from zero1ckpt.api.exporting import cast_bits, export, plan_export
+from zero1ckpt.api.exporting import export, plan_export
 from zero1ckpt.api.stored import MODEL_FILE, describe
 from zero1ckpt.api.tensors import dtype_name, tensor_bytes
+from zero1ckpt.core.casting import cast_bits
 from zero1ckpt.core.digest import crc64, format_digest, tensor_digest
 from zero1ckpt.core.errors import OutputError, UnsupportedError, UsageError
 from zero1ckpt.encodings.tensor_file import write_tensor_file

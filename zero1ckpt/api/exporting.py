@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from ..core.casting import cast_bits
 from ..core.dtypes import itemsize, to_safetensors
 from ..core.errors import CorruptError, OutputError, UnsupportedError, UsageError
 from ..core.ranges import IntColumn
@@ -37,13 +37,11 @@ from .commit import check_space, window_bytes, workers_or_default
 from .stored import MODEL_FILE, Stored, describe
 from .verification import in_parallel
 
-__all__ = ["Export", "TensorReader", "cast_bits", "export", "file_catalog", "flat_windows"]
+__all__ = ["Export", "TensorReader", "export", "file_catalog", "flat_windows"]
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _BATCH = 2048
 """Windows that are located at once."""
-_BLOCK = 2**13
-"""Elements that are cast at once, so that what numpy makes on the way stays small."""
 
 
 # ---------------------------------------------------------------------------------------------------------- streaming
@@ -119,43 +117,7 @@ def file_catalog(stored: Stored, key: str, kinds: Mapping[str, str], kind: str) 
     return catalog, PayloadSource(stored.store, catalog, stored.files, lambda blob: header, lambda blob: cuts)
 
 
-# -------------------------------------------------------------------------------------------------------------- casting
-
 _CAST = ("float64", "float32", "float16", "bfloat16")
-
-
-def cast_bits(data: memoryview, dtype: str, to: str, out: memoryview) -> int:
-    """Casts values from one float dtype to another, to the nearest, ties to even; the number that became infinite.
-
-    Rule: IEEE 754-2019 section 4.3.1, as torch's ``.to()``, which takes float64 through float32 to the 16-bit dtypes.
-    A NaN becomes a quiet NaN (torch has several, by device and by vector length).
-    """
-    raw = np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
-    values = np.frombuffer(data, raw)
-    target = np.frombuffer(out, np.uint16 if to == "bfloat16" else np.dtype(to))
-    overflows = 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for low in range(0, len(values), _BLOCK):
-            block = values[low : low + _BLOCK]
-            wide = (block.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else block
-            made = _narrow(wide, to)
-            target[low : low + _BLOCK] = made
-            finite = np.isfinite(wide)
-            infinite = (made & 0x7FFF) == 0x7F80 if to == "bfloat16" else np.isinf(made)
-            overflows += int((finite & infinite).sum())
-    return overflows
-
-
-def _narrow(values: npt.NDArray[Any], to: str) -> npt.NDArray[Any]:
-    if to in ("float64", "float32"):
-        return values.astype(to)
-    single = values.astype(np.float32)
-    if to == "float16":
-        return single.astype(np.float16)
-    bits = single.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    made: npt.NDArray[Any] = np.where(np.isnan(single), 0x7FC0, rounded).astype(np.uint16)
-    return made
 
 
 # --------------------------------------------------------------------------------------------------------------- export
