@@ -36,8 +36,9 @@ _READ_WINDOW = 64 * 2**20
 class Checkpoint:
     """One part of a committed checkpoint. Reading needs neither a process group nor the model's code.
 
-    ``format``, ``container``, ``step``, ``layout`` (None where the format has no buckets), ``groups`` (hyper-parameters
-    and param names), ``slots`` (elementwise first, then scalar ones), ``digest``, ``path``.
+    ``format``, ``container``, ``step``, ``layout`` (None where the format has no buckets, or they are foreign),
+    ``groups`` (hyper-parameters and param names), ``slots`` (elementwise first, then scalar ones), ``digest`` (None for
+    a foreign one), ``path``.
     """
 
     def __init__(self, stored: Stored, part: str) -> None:
@@ -47,7 +48,7 @@ class Checkpoint:
         self.path = stored.path
         self.format = stored.manifest.format
         self.container = stored.manifest.container
-        self.digest = stored.part(part).digest
+        self.digest = stored.part(part).digest or None
 
     @property
     def step(self) -> int:
@@ -87,14 +88,21 @@ class Checkpoint:
         value = decode_value(self._stored.manifest.extra, get_tensor=self._extra_tensor)
         return {} if value is None else value
 
+    @cached_property
+    def carried(self) -> tuple[str, ...]:
+        """What a Megatron checkpoint holds besides the params' state, or a native one keeps of it: keys and files."""
+        from .carrying import carried_names
+
+        return carried_names(self._stored)
+
     def names(self) -> list[str]:
         """Params that have state, in registration order."""
         return [param.name for param in self.state.params]
 
     def digest_of(self, name: str, slot: str) -> str | None:
-        """Digest of one (param, slot); None where it is absent or scalar."""
+        """Digest of one (param, slot); None where it is absent or scalar, or the checkpoint is foreign."""
         entry = self._stored.part(self.part).params[self._param(name)]
-        return entry.digests.get(slot)
+        return entry.digests.get(slot) or None
 
     def read(self, name: str, slot: str, range: Range | None = None) -> torch.Tensor:
         """One slot of a param, in its shape, or with ``range`` the flat part; on the CPU, in the stored dtype.
@@ -184,10 +192,11 @@ def _one_slice(catalog: Catalog, param: int, slot: int, asked: Range, nbytes: in
     return Catalog("memory", "memory", catalog.part, catalog.state, None, placement)
 
 
-def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a committed checkpoint, or the one that a run folder points to. Reads no tensor data.
+def open(path: str | os.PathLike[str], *, layout: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Opens a committed checkpoint, ours or Megatron's, or the one that a run folder points to. Reads no tensor data.
 
+    ``layout``: a file that says how a Megatron checkpoint's params lie in its buffers.
     Raises ``MissingError``, ``CorruptError`` or ``UnsupportedError``.
     """
-    stored = describe(Path(path))
+    stored = describe(Path(path), layout=layout)
     return Checkpoint(stored, next(iter(stored.catalogs)))

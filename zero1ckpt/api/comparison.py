@@ -25,6 +25,7 @@ from ..model.state import PartState
 from ..model.values import Json, decode_value, same_value
 from .commit import window_bytes, workers_or_default
 from .exporting import TensorReader, file_catalog, flat_windows
+from .megatron_weights import weights_catalog
 from .stored import EXTRA_FILE, MODEL_FILE, Stored, describe, rank_extra_file
 from .verification import Finding, in_parallel
 
@@ -307,18 +308,35 @@ def diff(
 def compare(a: Stored, b: Stored) -> Comparison:
     """Compares without reading data; what data must tell is ``pending``."""
     made = Comparison()
+    if a.catalogs.keys().isdisjoint(b.catalogs):
+        made.found("other_parts", _other_parts(a, b))
     for part in sorted(a.catalogs.keys() ^ b.catalogs.keys()):
         kind, where = ("missing_part", "first") if part in a.catalogs else ("added_part", "second")
         made.found(kind, f"part {part!r} is only in the {where}", part)
     for part, catalog in a.catalogs.items():
         if part in b.catalogs:
-            _compare_states(made, part, catalog.state, b.catalogs[part].state)
+            _compare_states(made, part, catalog.state, b.catalogs[part].state, known=_stated_by(a, b, part))
             _match(made, "state", part, (catalog, a.source(part)), (b.catalogs[part], b.source(part)))
     made.walk("different_extra", a.manifest.extra, b.manifest.extra, "extra")
     _compare_file(made, a, b, EXTRA_FILE, "extra")
     _compare_file(made, a, b, MODEL_FILE, "model")
+    _compare_weights(made, a, b)
+    _compare_carried(made, a, b)
     _compare_ranks(made, a, b)
     return made
+
+
+def _other_parts(a: Stored, b: Stored) -> str:
+    """Why two checkpoints without a common part cannot hold the same state tensor by tensor."""
+
+    def cut(side: Stored) -> str:
+        parts = ", ".join(map(repr, side.catalogs))
+        return f"parts {parts}" if len(side.catalogs) > 1 or "" not in side.catalogs else "one part of global shapes"
+
+    return (
+        f"the first holds {cut(a)}, the second {cut(b)}: tensors of model-parallel ranks are not global ones;"
+        " convert both to one format to compare them"
+    )
 
 
 def read_changed(
@@ -416,23 +434,63 @@ def _tensors(catalog: Catalog) -> dict[tuple[str, str], tuple[int, int]]:
     }
 
 
-def _compare_states(made: Comparison, part: str, a: PartState, b: PartState) -> None:
+_ALL = ("shape", "dtype", "grad_dtype", "expert", "shared_embedding")
+_ORDER = "order"
+
+
+def _stated_by(a: Stored, b: Stored, part: str) -> frozenset[str]:
+    """What both sides say of a part's params: in model space Megatron states no order and no buffers."""
+    for side in (a, b):
+        if side.megatron is not None and side.megatron.parts[part].layout is None:
+            return frozenset(("shape", "dtype"))
+    return frozenset((*_ALL, _ORDER))
+
+
+def _compare_weights(made: Comparison, a: Stored, b: Stored) -> None:
+    """The model's own tensors, where both are Megatron checkpoints."""
+    if a.megatron is None and b.megatron is None:
+        return
+    if a.megatron is None or b.megatron is None:
+        message = "the model's own weights were not compared: one side has main params only"
+        made.notices.append(Finding("weights_not_compared", message))
+        return
+    _match(
+        made,
+        "model",
+        "",
+        (weights_catalog(a.megatron), a.megatron.source),
+        (weights_catalog(b.megatron), b.megatron.source),
+    )
+
+
+def _compare_carried(made: Comparison, a: Stored, b: Stored) -> None:
+    """What native checkpoints keep of foreign ones."""
+    if a.megatron is not None or b.megatron is not None:
+        return
+    mine, theirs = ({entry.path: entry for entry in side.carried_files()} for side in (a, b))
+    for path in sorted(mine.keys() | theirs.keys()):
+        if mine.get(path) != theirs.get(path):
+            where = "differs" if path in mine and path in theirs else "is only in one"
+            made.others.append(Finding("different_carried", f"{path} {where}", file=path))
+
+
+def _compare_states(made: Comparison, part: str, a: PartState, b: PartState, *, known: frozenset[str]) -> None:
     if a.step != b.step:
         made.found("different_step", f"step is {a.step} in one and {b.step} in the other", part)
     if a.loss_scale != b.loss_scale:
         scales = f"{a.loss_scale} in one and {b.loss_scale} in the other"
         made.found("different_loss_scale", f"the dynamic loss scale is {scales}", part)
     common = [name for name in a.index if name in b.index]
-    if common != [name for name in b.index if name in a.index]:
+    if _ORDER in known and common != [name for name in b.index if name in a.index]:
         made.found("different_order", "the params are registered in another order", part)
     for name in common:
-        _compare_params(made, part, name, a, b)
+        _compare_params(made, part, name, a, b, known)
     _compare_groups(made, part, a, b)
 
 
-def _compare_params(made: Comparison, part: str, name: str, a: PartState, b: PartState) -> None:
+def _compare_params(made: Comparison, part: str, name: str, a: PartState, b: PartState, known: frozenset[str]) -> None:
     mine, theirs = a.params[a.index[name]], b.params[b.index[name]]
-    for key in ("shape", "dtype", "grad_dtype", "expert", "shared_embedding"):
+    for key in (key for key in _ALL if key in known):
         own, other = getattr(mine, key), getattr(theirs, key)
         if own != other:
             made.found("different_param", f"{name}: {key} is {own} in one and {other} in the other", part, name)

@@ -16,10 +16,12 @@ from ..model.protocols import Progress
 from ..resharding.copying import BlobReport, copy_part
 from ..storage.rendezvous import Ranks, Rendezvous
 from ..storage.staging import Area, Staging, find_leftovers, partial_path, refuse_existing, remove_leftover, staged
+from .carrying import carried_bytes, write_carried
 from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .commit import check_overwrite, check_space, encode_manifest_of, part_manifest, write_derived
-from .stored import describe
+from .comparison import compare, read_changed
+from .stored import Stored, describe
 
 if TYPE_CHECKING:
     from .resharding import ReshardPlan
@@ -80,8 +82,10 @@ def _lead(
 ) -> None:
     check_overwrite(plan.dst, overwrite)
     refuse_existing(plan.dst, overwrite)
+    plan = _proved(plan)
     if not resume:
-        check_space(plan.dst, plan.payload_bytes + PAGE * sum(c.placement.blob_count for c in plan.catalogs))
+        carried = 0 if plan.stored.megatron is None else carried_bytes(plan.stored.megatron)
+        check_space(plan.dst, plan.payload_bytes + carried + PAGE * sum(c.placement.blob_count for c in plan.catalogs))
     with staged(Staging(plan.dst, plan.job, overwrite=overwrite, resume=resume)) as staging:
         if meeting is not None:
             meeting.post("start", msgspec.json.encode(_Start(plan.job, staging.resumed)))
@@ -89,6 +93,18 @@ def _lead(
         if meeting is not None:
             shares += [_decode(data) for data in meeting.collect("report")]
         staging.publish(MANIFEST_NAME, _manifest(plan, staging, shares))
+
+
+def _proved(plan: ReshardPlan) -> ReshardPlan:
+    """The plan once its source's map is proved, where it has one. Raises ``UnsupportedError`` where it is not."""
+    if plan.stored.megatron is None:
+        return plan
+    from .megatron_source import check_proved, prove_map
+    from .resharding import with_source
+
+    stored = prove_map(plan.stored)
+    check_proved(stored, unproved=plan.unproved)
+    return with_source(plan, stored)
 
 
 def _follow(plan: ReshardPlan, meeting: Rendezvous) -> None:
@@ -151,6 +167,8 @@ def _manifest(plan: ReshardPlan, staging: Staging, shares: Sequence[list[list[Bl
 
 
 def _copy_others(plan: ReshardPlan, staging: Staging) -> Sequence[FileEntry]:
+    if plan.stored.megatron is not None:
+        return write_carried(plan.stored.megatron, staging, window_bytes=plan.window_bytes)
     others = plan.stored.other_files()
     for entry in others:
         path = staging.path(entry.path)
@@ -169,13 +187,7 @@ def _already_done(plan: ReshardPlan, overwrite: bool) -> bool:
         there = describe(plan.dst)
     except Zero1CkptError:
         return False
-    mine, theirs = plan.stored.manifest, there.manifest
-    same = (
-        (theirs.format, theirs.container, theirs.options) == (plan.format.name, plan.container, plan.options)
-        and (mine.extra, mine.model, mine.rank_extra) == (theirs.extra, theirs.model, theirs.rank_extra)
-        and plan.stored.other_files() == there.other_files()
-        and theirs.parts == [_part_of(catalog) for catalog in plan.catalogs]
-    )
+    same = _same_state(plan, there)
     if not same and not overwrite:
         raise OutputError(
             "exists and is not what this command makes", file=plan.dst, hint="choose another place or pass --overwrite"
@@ -183,7 +195,26 @@ def _already_done(plan: ReshardPlan, overwrite: bool) -> bool:
     return same
 
 
+def _same_state(plan: ReshardPlan, there: Stored) -> bool:
+    """Whether a complete checkpoint is what the plan would make. A source without digests is compared by its data."""
+    mine, theirs = plan.stored.manifest, there.manifest
+    if (theirs.format, theirs.container, theirs.options) != (plan.format.name, plan.container, plan.options):
+        return False
+    if (mine.extra, mine.model, mine.rank_extra) != (theirs.extra, theirs.model, theirs.rank_extra):
+        return False
+    wanted = [_part_of(catalog) for catalog in plan.catalogs]
+    if plan.stored.megatron is None:
+        return plan.stored.other_files() == there.other_files() and theirs.parts == wanted
+    if [part.layout for part in theirs.parts] != [part.layout for part in wanted]:
+        return False
+    found = compare(plan.stored, there)
+    read_changed(found, only_unknown=True, workers=plan.workers)
+    return found.ok
+
+
 def _part_of(catalog: Catalog) -> PartManifest:
-    """A part's manifest as it will be: values keep their digests."""
+    """A part's manifest as it will be: values keep their digests, where those are known."""
     rules = None if catalog.layout is None else catalog.layout.rules
-    return make_part(catalog.part, catalog.state, rules, catalog.digests)
+    state = catalog.state
+    known = {(i, k): catalog.digests.get((i, k), 0) for i in range(len(state.params)) for k in range(len(state.slots))}
+    return make_part(catalog.part, state, rules, known)

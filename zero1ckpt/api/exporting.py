@@ -34,6 +34,7 @@ from ..storage.local import OutputFile
 from ..storage.memory import MemoryBlobs
 from ..storage.staging import Staging
 from .commit import check_space, window_bytes, workers_or_default
+from .megatron_weights import weights_catalog
 from .stored import MODEL_FILE, Stored, describe
 from .verification import in_parallel
 
@@ -223,6 +224,10 @@ def plan_export(
         known = ", ".join(map(repr, stored.catalogs))
         raise UsageError("the checkpoint has no such part", file=stored.path, found=part, expected=f"one of {known}")
     sources = [(c, stored.source(name)) for name, c in stored.catalogs.items() if part in (None, name)]
+    if stored.megatron is not None:
+        own = weights_catalog(stored.megatron, split=True)
+        if own.state.params:
+            return _of_weights(stored, own, dtype, shard_size, part, tied or {})
     weights = [w for i, (catalog, _) in enumerate(sources) for w in _trained(stored, i, catalog, dtype)]
     model = file_catalog(stored, MODEL_FILE, {entry.name: entry.kind for entry in stored.manifest.model}, "buffer")
     if model is not None:
@@ -233,6 +238,22 @@ def plan_export(
     made = Export(stored, tuple(sources), tuple(_shards(weights, shard_size, aliases)), aliases, dtype)
     made.notices.extend(_missing(stored, sources, aliases, has_model=model is not None))
     return made
+
+
+def _of_weights(
+    stored: Stored, own: Catalog, dtype: str | None, shard_size: int, part: str | None, tied: Mapping[str, str]
+) -> Export:
+    """The tensors of the model that a Megatron checkpoint holds beside the state: they are the model."""
+    assert stored.megatron is not None
+    if part is not None:
+        raise UsageError(
+            "the model's weights are of all parts", file=stored.path, found=f"--part {part}", hint="leave --part out"
+        )
+    weights = list(_others(0, own, dtype))
+    _check_names(stored, weights)
+    aliases = _aliases(stored, weights, tied)
+    sources = ((own, stored.megatron.source),)
+    return Export(stored, sources, tuple(_shards(weights, shard_size, aliases)), aliases, dtype)
 
 
 def _trained(stored: Stored, source: int, catalog: Catalog, dtype: str | None) -> Iterator[Weight]:

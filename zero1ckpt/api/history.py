@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..core.errors import MissingError, Zero1CkptError
+from ..foreign.megatron.folders import TRACKER, container_of, is_iteration, iteration_folders, iteration_of, whole
+from ..foreign.megatron.peeking import peek
 from ..model.manifest import MANIFEST_NAME, Manifest, decode_manifest
 from ..storage.local import LocalStore
 from ..storage.staging import find_leftovers
 
 __all__ = ["History", "LoggedCheckpoint", "history"]
 
-_POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+_POINTERS = ("latest", TRACKER)
 _OURS = re.compile(
     r"(rank-\d{5}-of-\d{5}|optimizer-\d{5}-of-\d{5})\.safetensors(\.part)?|optimizer\.safetensors\.index\.json"
 )
@@ -67,8 +69,8 @@ def history(path: str | os.PathLike[str]) -> History:
     if not run.is_dir():
         what = "this is a file, and a run is a folder" if run.exists() else "there is nothing here"
         raise MissingError(what, file=run, hint="check the path")
-    alone = (run / MANIFEST_NAME).is_file()
-    found = [_native(run)] if alone else [_entry(child) for child in _folders(run)]
+    alone = (run / MANIFEST_NAME).is_file() or is_iteration(run)
+    found = [_entry(run)] if alone else [_entry(child) for child in _folders(run)]
     known = [entry for entry in found if entry is not None]
     if not alone:
         known += _leftovers(run)
@@ -134,7 +136,25 @@ def _native(folder: Path) -> LoggedCheckpoint | None:
     )
 
 
-READERS: tuple[Reader, ...] = (_native,)
+def _megatron(folder: Path) -> LoggedCheckpoint | None:
+    """An iteration of Megatron's. Of its content only what says the step and layout is read."""
+    container = container_of(folder)
+    if container is None:
+        return None
+    step, format, note = iteration_of(folder), None, ""
+    try:
+        found = peek(folder, container)
+        step, format = found.iteration if found.iteration is not None else step, found.format
+    except Zero1CkptError as error:
+        note = f"damaged: {error.problem}"
+    committed = whole(folder)
+    if not committed:
+        note = note or "not committed: what Megatron writes last is not there"
+    name = folder.resolve().name
+    return LoggedCheckpoint(name, folder, _size(folder), committed, step, format, container, note=note)
+
+
+READERS: tuple[Reader, ...] = (_native, _megatron)
 """Kinds of checkpoints, tried in turn. A foreign kind is one more function here."""
 
 
@@ -179,7 +199,7 @@ def _pointer(run: Path) -> tuple[str | None, Path | None]:
             continue
         except (OSError, UnicodeDecodeError):
             return name, None
-        for candidate in (text, f"iter_{text:0>7}"):
+        for candidate in (text, *iteration_folders(text)):
             if candidate and "/" not in candidate and (run / candidate).is_dir():
                 return name, run / candidate
         return name, None

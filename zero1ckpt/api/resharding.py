@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -17,6 +17,7 @@ from ..core.layout import LayoutRules, layout_params
 from ..model.catalog import Catalog
 from ..model.manifest import FormatOptions
 from ..model.protocols import Format, Progress
+from ..model.state import PartState
 from ..registry import find_format
 from ..resharding.coalesce import runs
 from ..resharding.copying import PartCopy
@@ -28,7 +29,7 @@ from .executing import execute
 from .stored import Stored, describe, part_prefix
 from .writing import make_rules, parse_bucket_size
 
-__all__ = ["PlanTotals", "ReshardPlan", "execute", "plan_reshard", "reshard"]
+__all__ = ["PlanTotals", "ReshardPlan", "execute", "plan_reshard", "reshard", "with_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,10 @@ class PlanTotals:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What ``reshard`` will do. A value: nothing was written to make it."""
+    """What ``reshard`` will do. A value: nothing was written to make it.
+
+    ``unproved``: a Megatron checkpoint is converted though its map from params to places is not proved.
+    """
 
     stored: Stored
     dst: Path
@@ -58,6 +62,7 @@ class ReshardPlan:
     workers: int
     window_bytes: int
     verify: bool
+    unproved: bool = False
 
     @property
     def container(self) -> str:
@@ -98,9 +103,7 @@ class ReshardPlan:
             writes += round(sum(written for _, written in calls) * count / len(calls))
             files += count
         sampled = any(dst.placement.blob_count > sample for dst in self.catalogs)
-        read = sum(
-            catalog.state.tensor_nbytes(param, slot) for catalog in self.catalogs for param, slot in catalog.digests
-        )
+        read = sum(_state_nbytes(catalog.state) for catalog in self.catalogs)
         return PlanTotals(reads, writes, read, self.payload_bytes, files, self.workers * self.window_bytes, sampled)
 
     def _calls(self, dst: Catalog, blob: int) -> tuple[int, int]:
@@ -114,6 +117,12 @@ class ReshardPlan:
             sum(1 for _ in runs(cut.take(slice(low, high)))) for low, high in pairwise(first.tolist()) if high > low
         )
         return reads, len(bounds)
+
+
+def _state_nbytes(state: PartState) -> int:
+    """Bytes of all tensors that have a value."""
+    params, slots = range(len(state.params)), range(len(state.slots))
+    return sum(state.tensor_nbytes(i, k) for i in params for k in slots if (i, k) not in state.absent)
 
 
 def plan_reshard(
@@ -130,13 +139,20 @@ def plan_reshard(
     memory_limit: int | None = None,
     verify: bool = True,
     check_files: bool = True,
+    layout: str | os.PathLike[str] | None = None,
+    unproved: bool = False,
+    flavour: str | None = None,
 ) -> ReshardPlan:
     """Plans a reshard; reads the source's manifest only. Arguments and errors as of ``reshard``.
 
     ``check_files=False``: without a look at whether the source's files are there.
     """
-    stored = describe(src, check_files=check_files)
+    stored = describe(src, check_files=check_files, layout=layout)
+    if unproved and stored.megatron is None:
+        raise UsageError("--unproved is for Megatron checkpoints, and this is none", file=stored.path)
     plugin = _target_format(stored, format, container)
+    if flavour is not None:
+        raise UsageError("--flavour is for Megatron targets", found=flavour, hint="leave it out")
     target = _destination(stored.path, dst, to_dp, plugin)
     size = None if bucket_size is None else parse_bucket_size(bucket_size)
     make_rules(1 if to_dp is None else to_dp, size)
@@ -147,31 +163,57 @@ def plan_reshard(
         )
     same = plugin is stored.format
     chosen = plugin.normalize(options or (stored.manifest.options if same else FormatOptions()))
-    catalogs = []
-    for part, catalog in stored.catalogs.items():
-        rules = _rules(stored, part, catalog, to_dp, size, keep_size=bucket_size is None)
-        layout = layout_params(catalog.state.params, rules) if plugin.keeps_layout and rules is not None else None
-        planned = plugin.plan(catalog.state, layout, part, part_prefix(part), chosen)
-        catalogs.append(replace(planned, digests=catalog.digests))
+    wanted = [
+        _rules(stored, part, catalog, to_dp, size, keep_size=bucket_size is None)
+        for part, catalog in stored.catalogs.items()
+    ]
+    catalogs = _catalogs(stored, wanted, plugin, chosen)
     threads = workers_or_default(workers)
     window = window_bytes(memory_limit, threads)
-    return ReshardPlan(stored, target, plugin, chosen, tuple(catalogs), threads, window, verify)
+    return ReshardPlan(stored, target, plugin, chosen, catalogs, threads, window, verify, unproved)
+
+
+def _catalogs(
+    stored: Stored, wanted: Sequence[LayoutRules | None], plugin: Format, options: FormatOptions
+) -> tuple[Catalog, ...]:
+    made = []
+    for (part, catalog), rules in zip(stored.catalogs.items(), wanted, strict=True):
+        layout = layout_params(catalog.state.params, rules) if plugin.keeps_layout and rules is not None else None
+        planned = plugin.plan(catalog.state, layout, part, part_prefix(part), options)
+        made.append(replace(planned, digests=catalog.digests))
+    return tuple(made)
+
+
+def with_source(plan: ReshardPlan, stored: Stored) -> ReshardPlan:
+    """The same plan for a source of which more is known: its params may be in another order."""
+    rules = {catalog.part: catalog.layout.rules if catalog.layout else None for catalog in plan.catalogs}
+    catalogs = _catalogs(stored, [rules[part] for part in stored.catalogs], plan.format, plan.options)
+    return replace(plan, stored=stored, catalogs=catalogs)
 
 
 def _target_format(stored: Stored, format: str | None, container: str | None) -> Format:
     """The plug-in of the target: what is not given stays, but a new format comes in its first container."""
-    if format is None or format == stored.format.name:
+    if format is None or (format == stored.format.name and stored.megatron is None):
         return find_format(stored.format.name, container or stored.format.container)
     return find_format(format, container)
+
+
+def _old_rules(stored: Stored, part: str) -> LayoutRules | None:
+    """The rules by which a part is laid out, those of a Megatron part as far as it tells them; None without any."""
+    layout = stored.catalogs[part].layout
+    if layout is not None:
+        return layout.rules
+    foreign = stored.megatron.parts[part].layout if stored.megatron is not None else None
+    return None if foreign is None or foreign.dp_size is None else LayoutRules(foreign.dp_size, foreign.bucket_size)
 
 
 def _rules(
     stored: Stored, part: str, catalog: Catalog, to_dp: int | None, size: int | None, *, keep_size: bool
 ) -> LayoutRules | None:
     """The target's rules for one part: all parts' dp sizes scale alike. None where neither side has any."""
-    if catalog.layout is None:
+    old = _old_rules(stored, part)
+    if old is None:
         return None if to_dp is None else make_rules(to_dp, size)
-    old = catalog.layout.rules
     dense = _dense_dp(stored)
     assert dense is not None
     new_dp = old.dp_size * Fraction(dense if to_dp is None else to_dp, dense)
@@ -202,12 +244,18 @@ def reshard(
     resume: bool = False,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
+    layout: str | os.PathLike[str] | None = None,
+    unproved: bool = False,
+    flavour: str | None = None,
 ) -> Checkpoint:
     """Writes the state of ``src`` for ``to_dp`` ranks; what is not given stays as in ``src``.
 
     ``bucket_size``: elements, or "none" for one bucket a buffer. ``memory_limit``: bytes of data in flight.
     ``verify=False`` leaves out the proof of the source's checksums. ``ranks``: this process and others that make the
     same call on a file system that they share; each writes its share, and there is one commit.
+
+    Of a Megatron checkpoint all weights are read first, to prove where each param's state lies. ``layout``: a file that
+    says so. ``unproved``: goes on where it is not proved. ``flavour``: how a Megatron target keeps its common state.
 
     Raises ``MissingError``, ``CorruptError`` or ``UnsupportedError`` for the source, ``UsageError`` where source and
     destination are the same, ``OutputError`` where the destination exists or cannot be written.
@@ -224,6 +272,9 @@ def reshard(
         workers=workers,
         memory_limit=memory_limit,
         verify=verify,
+        layout=layout,
+        unproved=unproved,
+        flavour=flavour,
     )
     return execute(plan, overwrite=overwrite, resume=resume, progress=progress, ranks=ranks)
 
@@ -244,7 +295,8 @@ def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int | Non
 
 def _dense_dp(stored: Stored) -> int | None:
     """The largest part's dp size: that of the dense params. None where the format has none."""
-    return max((c.layout.rules.dp_size for c in stored.catalogs.values() if c.layout is not None), default=None)
+    rules = [_old_rules(stored, part) for part in stored.catalogs]
+    return max((rule.dp_size for rule in rules if rule is not None), default=None)
 
 
 def _check_from_dp(stored: Stored, from_dp: int | None) -> None:

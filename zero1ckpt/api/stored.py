@@ -9,10 +9,12 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ..core.errors import CorruptError, MissingError, UsageError, Zero1CkptError
 from ..core.layout import layout_params
+from ..foreign.megatron.folders import TRACKER, is_iteration, iteration_folders
 from ..model.catalog import Catalog
 from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, Manifest, PartManifest, decode_manifest
 from ..model.protocols import Format, Source
@@ -20,13 +22,29 @@ from ..registry import find_format
 from ..storage.local import LocalStore
 from ..storage.staging import find_leftovers
 
-__all__ = ["EXTRA_FILE", "MODEL_FILE", "POINTERS", "Stored", "describe", "part_prefix", "rank_extra_file", "resolve"]
+if TYPE_CHECKING:
+    from ..foreign.megatron.model import MegatronCheckpoint
+
+__all__ = [
+    "CARRIED",
+    "EXTRA_FILE",
+    "MODEL_FILE",
+    "POINTERS",
+    "Stored",
+    "describe",
+    "part_prefix",
+    "rank_extra_file",
+    "resolve",
+]
+
+CARRIED = "carried/"
+"""Below this folder lies what a native checkpoint keeps of a foreign one."""
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
 _MAX_ELEMENTS = 2**52
 """Of a part: bytes of all its slots then fit into 64 bits with room to spare."""
-POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+POINTERS = ("latest", TRACKER)
 
 
 def rank_extra_file(rank: int, ranks: int) -> str:
@@ -40,7 +58,11 @@ def part_prefix(part: str) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint on disk. ``manifest_digest`` is the checksum of the manifest's bytes: it names the save."""
+    """A checkpoint on disk. ``manifest_digest`` is the checksum of the manifest's bytes: it names the save.
+
+    ``megatron``: the Megatron checkpoint that it is, else None. Such a one has no manifest and no checksums:
+    ``manifest`` then says what one would, with empty digests.
+    """
 
     path: Path
     store: LocalStore
@@ -48,6 +70,7 @@ class Stored:
     manifest_digest: str
     format: Format
     catalogs: Mapping[str, Catalog]
+    megatron: MegatronCheckpoint | None = None
 
     @cached_property
     def files(self) -> dict[str, FileEntry]:
@@ -63,6 +86,10 @@ class Stored:
     def part(self, name: str) -> PartManifest:
         return next(part for part in self.manifest.parts if part.name == name)
 
+    @property
+    def digest(self) -> str | None:
+        return self.manifest.digest or None
+
     def derived(self) -> dict[str, bytes]:
         """Files that follow from the catalogs, by path: what they must hold."""
         return {key: data for catalog in self.catalogs.values() for key, data in self.format.derived(catalog)}
@@ -74,6 +101,14 @@ class Stored:
             for blob in range(catalog.placement.blob_count):
                 known.update(self.format.blob_files(catalog, blob))
         return [entry for entry in self.manifest.files if entry.path not in known]
+
+    def tensor_files(self) -> list[FileEntry]:
+        """Those of them that are files of tensors."""
+        return [entry for entry in self.other_files() if not entry.path.startswith(CARRIED)]
+
+    def carried_files(self) -> list[FileEntry]:
+        """What is kept of a foreign checkpoint."""
+        return [entry for entry in self.manifest.files if entry.path.startswith(CARRIED)]
 
     def check_files(self) -> None:
         """Raises ``MissingError`` or ``CorruptError`` for the first file that is not there in its full size."""
@@ -89,13 +124,23 @@ class Stored:
                 )
 
 
-def describe(path: str | os.PathLike[str], *, check_files: bool = True) -> Stored:
-    """Reads the manifest of a checkpoint or run folder; no tensor byte.
+def describe(
+    path: str | os.PathLike[str], *, check_files: bool = True, layout: str | os.PathLike[str] | None = None
+) -> Stored:
+    """Reads the manifest of a checkpoint or run folder, or what a foreign one has in its place; no tensor byte.
+
+    ``layout``: a file that says how a Megatron checkpoint's params lie in its buffers.
 
     Raises ``MissingError`` where there is no committed checkpoint, ``CorruptError`` or ``UnsupportedError`` where it
     cannot be understood, and, with ``check_files``, where a file is missing or of another size.
     """
     folder = resolve(Path(path))
+    if not (folder / MANIFEST_NAME).is_file():
+        from .megatron_source import describe_megatron
+
+        return describe_megatron(folder, layout)
+    if layout is not None:
+        raise UsageError("a layout file is for Megatron checkpoints, and this is none", file=folder, found=layout)
     store = LocalStore(folder)
     try:
         read = decode_manifest(store.read(MANIFEST_NAME), folder / MANIFEST_NAME)
@@ -186,7 +231,7 @@ def resolve(path: Path) -> Path:
 
 
 def _resolve(path: Path) -> Path:
-    if (path / MANIFEST_NAME).is_file():
+    if _is_checkpoint(path):
         return path
     if not os.path.lexists(path):
         raise MissingError("there is nothing here", file=path, hint=_half_made(path) or "check the path")
@@ -198,9 +243,22 @@ def _resolve(path: Path) -> Path:
     raise MissingError(
         "there is no committed checkpoint here",
         file=path,
-        expected=MANIFEST_NAME,
+        found=_what(path),
+        expected=f"{MANIFEST_NAME}, or what Megatron writes",
         hint=_half_made(path) or _inside(path) or "check the path",
     )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST_NAME).is_file() or is_iteration(path)
+
+
+def _what(path: Path) -> str | None:
+    """What a folder looks like that is no checkpoint."""
+    if (path / ".metadata").is_file():
+        return "a torch.distributed.checkpoint folder that is not Megatron's (no metadata.json)"
+    names = [child.name for child in path.iterdir()]
+    return None if names else "an empty folder"
 
 
 def _follow(run: Path, pointer: str) -> Path:
@@ -208,8 +266,8 @@ def _follow(run: Path, pointer: str) -> Path:
         name = (run / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise MissingError(f"the pointer cannot be read: {error}", file=run / pointer) from error
-    for candidate in (name, f"iter_{name:0>7}"):
-        if candidate and "/" not in candidate and (run / candidate / MANIFEST_NAME).is_file():
+    for candidate in (name, *iteration_folders(name)):
+        if candidate and "/" not in candidate and _is_checkpoint(run / candidate):
             return run / candidate
     raise MissingError(
         "the pointer names no committed checkpoint",
@@ -232,7 +290,7 @@ def _half_made(path: Path) -> str | None:
 
 def _inside(path: Path) -> str | None:
     try:
-        committed = sorted(p.name for p in path.iterdir() if (p / MANIFEST_NAME).is_file())
+        committed = sorted(p.name for p in path.iterdir() if _is_checkpoint(p))
     except (OSError, Zero1CkptError):
         return None
     return f"committed checkpoints in it: {', '.join(committed[-5:])}" if committed else None

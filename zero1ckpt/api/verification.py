@@ -26,11 +26,11 @@ from ..resharding.plan import window_bounds
 from .commit import window_bytes, workers_or_default
 from .stored import MODEL_FILE, Stored, describe
 
-__all__ = ["Finding", "Verification", "in_parallel", "verify"]
+__all__ = ["NOT_NEGATIVE", "Finding", "Verification", "in_parallel", "verify"]
 
 _SHARE = 4
 """Bytes of data that a window of one byte takes: itself, and what numpy makes of it on the way."""
-_NOT_NEGATIVE = frozenset(
+NOT_NEGATIVE = frozenset(
     {
         *("exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adam and its kin
         *("sum", "square_avg", "acc_delta", "step_size"),  # Adagrad, RMSprop, Adadelta, Rprop
@@ -64,6 +64,8 @@ class Verification:
     steps: list[Finding] = field(default_factory=list)
     """Counts of updates that do not agree: worth knowing where nothing else tells why, and no sign of damage."""
     bytes_read: int = 0
+    has_digests: bool = True
+    """Whether there were checksums to check by; a foreign checkpoint has none."""
 
     @property
     def ok(self) -> bool:
@@ -81,16 +83,28 @@ def verify(
     workers: int | None = None,
     memory_limit: int | None = None,
     progress: Progress | None = None,
+    layout: str | os.PathLike[str] | None = None,
 ) -> Verification:
     """Checks files, sizes, headers and digests; ``deep`` reads all data and checks checksums and values too.
 
     ``against``: proves that another checkpoint holds the same params, slots, values, groups, step and extra state,
-    whatever its layout. ``memory_limit``: bytes of data in flight.
+    whatever its layout. ``memory_limit``: bytes of data in flight. ``layout``: a file that says how a Megatron
+    checkpoint's params lie in its buffers.
 
     Raises ``MissingError`` or ``CorruptError`` where the manifest cannot be read.
     """
-    stored = describe(path, check_files=False)
+    stored = describe(path, check_files=False, layout=layout)
     result = Verification()
+    if stored.megatron is not None:
+        from .megatron_verification import check_megatron
+
+        check_megatron(stored, result, deep=deep, workers=workers, memory_limit=memory_limit, progress=progress)
+        for catalog in stored.catalogs.values():
+            _check_steps(catalog, result)
+        _check_parts(stored, result)
+        if against is not None:
+            result.findings += _differences(stored, against, result, workers, memory_limit)
+        return result
     result.findings += _check_files(stored)
     result.notices += _unlisted(stored)
     broken = {finding.file for finding in result.findings}
@@ -107,16 +121,24 @@ def verify(
         window = window_bytes(memory_limit, threads) // _SHARE
         _check_data(stored, broken, result, threads, window, progress)
     if against is not None:
-        result.findings += _differences(stored, describe(against, check_files=False), workers, memory_limit)
+        result.findings += _differences(stored, against, result, workers, memory_limit)
     return result
 
 
-def _differences(a: Stored, b: Stored, workers: int | None, memory_limit: int | None) -> list[Finding]:
+def _differences(
+    a: Stored,
+    other: str | os.PathLike[str],
+    result: Verification,
+    workers: int | None,
+    memory_limit: int | None,
+) -> list[Finding]:
     """From digests; where one side has none, from data."""
     from .comparison import compare, read_changed  # which imports findings from here
 
+    b = describe(other, check_files=False)
     try:
         found = compare(a, b)
+        result.notices += found.notices
         read_changed(found, only_unknown=True, workers=workers, memory_limit=memory_limit)
     except Zero1CkptError as error:
         return [Finding("unreadable", str(error), file=error.file)]
@@ -143,7 +165,7 @@ def _check_files(stored: Stored) -> list[Finding]:
         elif key not in broken and format_digest(crc64(data)) != stored.files[key].digest:
             message = f"{stored.store.label(key)}: the manifest states digest {stored.files[key].digest} for it"
             findings.append(Finding("wrong_digest", f"{message}, found {format_digest(crc64(data))}", file=key))
-    for entry in stored.other_files():
+    for entry in stored.tensor_files():
         if entry.path not in broken:
             try:
                 check_tensor_file(stored.store, entry)
@@ -245,7 +267,7 @@ def _impossible(slot: str, scalar: Scalar) -> str:
     """What is wrong with a scalar; empty where nothing is."""
     if scalar.value - scalar.value != 0:
         return "which is not finite"
-    if scalar.value < 0 and (slot == "step" or slot in _NOT_NEGATIVE):
+    if scalar.value < 0 and (slot == "step" or slot in NOT_NEGATIVE):
         return "which cannot be negative"
     return ""
 
@@ -291,9 +313,12 @@ def _check_data(
         if catalog.placement.blob_key(blob) not in broken
     ]
     in_parallel(iter(jobs), check, workers)
-    for entry in stored.other_files():
+    for entry in stored.tensor_files():
         if entry.path not in broken:
             result.findings += _check_tensors(stored, entry, window)
+    for entry in stored.carried_files():
+        if entry.path not in broken:
+            result.findings += _check_carried(stored, entry, window)
     result.findings.sort(key=_place)
 
 
@@ -327,6 +352,14 @@ def _check_tensors(stored: Stored, entry: FileEntry, window: int) -> Iterator[Fi
                 yield Finding("wrong_digest", message, param=model.name, file=entry.path)
     for name in stated:
         yield Finding("missing_tensor", f"{entry.path}: {name} is not in the file", param=name, file=entry.path)
+
+
+def _check_carried(stored: Stored, entry: FileEntry, window: int) -> Iterator[Finding]:
+    """Reads all of a file that is kept of a foreign checkpoint."""
+    found = format_digest(_checksum(stored, entry.path, 0, entry.bytes, window))
+    if found != entry.digest:
+        message = f"{stored.store.label(entry.path)}: found digest {found}, expected {entry.digest}"
+        yield Finding("damaged_data", message, file=entry.path)
 
 
 def _checksum(stored: Stored, key: str, offset: int, nbytes: int, window: int) -> int:
@@ -419,7 +452,7 @@ class _BlobReader:
             return
         at = first_nonfinite(data, kind.dtype)
         what, problem = "nonfinite", "is not finite"
-        if at is None and kind.name in _NOT_NEGATIVE:
+        if at is None and kind.name in NOT_NEGATIVE:
             at = first_negative(data, kind.dtype)
             what, problem = "negative", "is negative, and a second moment cannot be"
         if at is not None:

@@ -46,6 +46,9 @@ class CopyOptions:
     overwrite: bool = False
     workers: int | None = None
     memory_limit: int | None = None
+    layout: str | None = None
+    unproved: bool = False
+    flavour: str | None = None
     as_json: bool = False
     quiet: bool = False
 
@@ -87,6 +90,9 @@ def _plan(options: CopyOptions) -> ReshardPlan:
         memory_limit=options.memory_limit,
         verify=options.verify,
         check_files=not options.dry_run,
+        layout=options.layout,
+        unproved=options.unproved,
+        flavour=options.flavour,
     )
 
 
@@ -102,7 +108,7 @@ def _format_options(options: CopyOptions) -> dict[str, Any]:
 
 def _with_source(options: CopyOptions, given: dict[str, Any]) -> FormatOptions:
     """The given options; the others as in the source, where it has the same format and container."""
-    manifest = describe(options.src, check_files=False).manifest
+    manifest = describe(options.src, check_files=False, layout=options.layout).manifest
     same = options.format in (None, manifest.format) and options.container in (None, manifest.container)
     return structs.replace(manifest.options if same else FormatOptions(), **given)
 
@@ -167,7 +173,7 @@ def _document(plan: ReshardPlan, options: CopyOptions) -> Row:
         "to_dp": dense["to_dp"],
         "from_bucket_size": dense["from_bucket_size"],
         "bucket_size": dense["bucket_size"],
-        "digest": plan.stored.manifest.digest,
+        "digest": plan.stored.digest,
         "bytes_read": totals.bytes_read,
         "bytes_written": totals.bytes_written,
         "reads": totals.reads,
@@ -195,20 +201,33 @@ def _write(page: Page, plan: ReshardPlan, options: CopyOptions, *, complete: boo
             ("writes", f"{count(totals.writes)} of {_bytes(totals.bytes_written)} together"),
             ("files", count(totals.files_written)),
             ("peak memory", f"{_bytes(totals.peak_memory)} in flight, by {plan.workers} workers"),
-            ("checksums", "of the source are proved before the commit" if plan.verify else "are not proved"),
+            ("to prove", _to_prove(plan)),
         ]
     elif complete:
         facts.append(("wrote", "nothing: it was complete already"))
     else:
         facts.append(("wrote", f"{_bytes(plan.payload_bytes)} in {plural(sum(row['files'] for row in parts), 'file')}"))
-        facts.append(("proved", "the checksums of the source" if plan.verify else "nothing (--no-verify)"))
-    facts.append(("digest", f"{plan.stored.manifest.digest}, as the source"))
+        facts.append(("proved", _proved(plan)))
+    if plan.stored.digest is not None:
+        facts.append(("digest", f"{plan.stored.digest}, as the source"))
     page.facts(facts)
     if options.dry_run or len(parts) > 1:
         page.table(_part_table(parts, page))
     if options.dry_run:
         page.line()
         page.line("  A dry run: nothing was written.", "dim")
+
+
+def _to_prove(plan: ReshardPlan) -> str:
+    if plan.stored.megatron is not None:
+        return "where each param lies, by the model's weights, before a byte is written"
+    return "the checksums of the source, before the commit" if plan.verify else "nothing"
+
+
+def _proved(plan: ReshardPlan) -> str:
+    if plan.stored.megatron is not None:
+        return "nothing asked for (--unproved)" if plan.unproved else "where each param lies, by the model's weights"
+    return "the checksums of the source" if plan.verify else "nothing (--no-verify)"
 
 
 def _part_table(parts: list[Row], page: Page) -> Table:

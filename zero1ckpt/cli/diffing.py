@@ -48,7 +48,7 @@ def _side(path: str, stored: Stored) -> Row:
         "container": stored.manifest.container,
         "dp_size": max((layout.rules.dp_size for layout in layouts), default=None),
         "step": max(catalog.state.step for catalog in stored.catalogs.values()),
-        "digest": stored.manifest.digest,
+        "digest": stored.digest,
     }
 
 

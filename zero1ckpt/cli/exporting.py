@@ -57,13 +57,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _document(plan: Export, options: ExportOptions) -> Row:
-    manifest = plan.stored.manifest
     return {
         "schema": "zero1ckpt.export/1",
         "path": str(plan.stored.path.resolve()),
         "out": str(Path(options.out).resolve()),
         "dtype": plan.dtype,
-        "digest": manifest.digest,
+        "digest": plan.stored.digest,
         "bytes": plan.payload_bytes,
         "files": [{"path": shard.name, "bytes": shard.nbytes, "tensors": len(shard.weights)} for shard in plan.shards],
         "tensors": [
@@ -93,7 +92,7 @@ def _write(page: Page, plan: Export, options: ExportOptions) -> None:
     for (stored, dtype), n in Counter((weight.stored, weight.dtype) for weight in weights).items():
         how = f"kept as {dtype}" if stored == dtype else f"{stored} rounded to {dtype}"
         facts.append(("", f"{plural(n, 'tensor')} {how}"))
-    kept = [safe(w.name) for w in weights if w.kind != "param" and w.stored == w.dtype]
+    kept = [safe(w.name) for w in weights if w.kind not in ("param", "weight") and w.stored == w.dtype]
     if kept:
         facts.append(("kept dtype", some(kept)))
     for alias, name in plan.tied.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import rich_click as click
 
-from .options import BUCKET, common
+from .options import BUCKET, common, group_of, layout_file
 
 __all__ = ["inspect"]
 
@@ -14,7 +14,10 @@ __all__ = ["inspect"]
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only what this rank owns.")
 @click.option("--param", metavar="NAME", help="Only this param; * stands for anything.")
 @click.option("--bucket", type=BUCKET, metavar="B", help="Only this bucket of every buffer, or BUFFER.BUCKET.")
-@click.option("--group", type=click.IntRange(min=0), metavar="G", help="Only params of this group.")
+@click.option(
+    "--group", metavar="G", help="Only params of this group, or the part or data-parallel group of this name."
+)
+@layout_file
 @click.option("--html", metavar="FILE", help="Draw it as a page of its own.")
 @click.option("--svg", metavar="FILE", help="Draw the buckets as a picture.")
 @common
@@ -23,7 +26,8 @@ def inspect(
     rank: int | None,
     param: str | None,
     bucket: tuple[int | None, int] | None,
-    group: int | None,
+    group: str | None,
+    layout: str | None,
     html: str | None,
     svg: str | None,
     as_json: bool,
@@ -33,4 +37,5 @@ def inspect(
     from .inspecting import run
     from .narrowing import Narrowing
 
-    return run(path, Narrowing(rank, param, bucket, group), html=html, svg=svg, as_json=as_json, quiet=quiet)
+    narrowing = Narrowing(rank, param, bucket, group_of(group))
+    return run(path, narrowing, html=html, svg=svg, as_json=as_json, quiet=quiet, layout=layout)

@@ -10,7 +10,7 @@ from .bars import bars_of
 from .narrowing import Selection
 from .render import Column, Page, Table
 from .rows import Row, part_documents
-from .text import count, first_and_last, hyper_parameters, percent, plural, safe, shape_text, short_bytes
+from .text import count, first_and_last, hyper_parameters, percent, plural, safe, shape_text, short_bytes, some
 
 __all__ = ["RANK_LIMIT", "facts", "inspect_page", "tables"]
 
@@ -31,10 +31,11 @@ def inspect_page(page: Page, document: Row, selections: Mapping[str, Selection])
         if len(parts) > 1:
             page.title(f"Part {safe(name)}")
         page.facts(facts(part, whole=selection.whole))
-        ranks = len(selection.ranks())
+        ranks = 0 if part["dp_size"] is None else len(selection.ranks())
         for table in tables(part, selection, ranks, _ROWS if selection.whole else 10 * _ROWS):
             page.table(table)
-        _bars(page, selection)
+        if part["dp_size"] is not None:
+            _bars(page, selection)
 
 
 def _bars(page: Page, selection: Selection) -> None:
@@ -74,8 +75,26 @@ def facts(part: Row, *, whole: bool) -> list[tuple[str, str]]:
     slots = ", ".join(f"{safe(slot)} {dtype}" for slot, dtype in part["slot_dtypes"].items())
     rows.append(("slots", slots or "none"))
     rows.append(("size", _size(part)))
-    rows.append(("digest", str(part["digest"])))
+    rows += _proof(part)
+    if part["digest"] is not None:
+        rows.append(("digest", str(part["digest"])))
     return rows
+
+
+def _proof(part: Row) -> list[tuple[str, str]]:
+    """How far a Megatron part's map from params to places is proved, and what a reader should know."""
+    proof = part.get("evidence")
+    if proof is None:
+        return []
+    if proof["proved"] is None:
+        state = f"by {proof['by']}, not proved yet (`verify --deep` does, and every conversion first)"
+    else:
+        state = f"by {proof['by']}, {percent(proof['proved'], proof['elements'])} of the elements proved by the weights"
+    rows = [("map", state)]
+    for what in ("ambiguous", "unproved"):
+        if proof[what]:
+            rows.append((what, f"{plural(len(proof[what]), 'param')}: {some([safe(name) for name in proof[what]])}"))
+    return rows + [("note", safe(line)) for line in part["notices"]]
 
 
 def _common_facts(document: Row) -> list[tuple[str, str]]:
@@ -84,7 +103,7 @@ def _common_facts(document: Row) -> list[tuple[str, str]]:
         ("step", "differs between parts" if document["step"] is None else count(document["step"])),
         ("parts", ", ".join(safe(name) for name in document["parts"])),
         ("size", _size(document)),
-        ("digest", str(document["digest"])),
+        *([] if document["digest"] is None else [("digest", str(document["digest"]))]),
     ]
 
 

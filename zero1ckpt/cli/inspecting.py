@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from ..api.stored import describe
+from ..api.stored import Stored, describe
+from ..model.catalog import Catalog
 from .exit_codes import DONE
 from .narrowing import Narrowing, select
 from .render import Page, write_json
@@ -14,10 +16,19 @@ from .rows import document
 __all__ = ["run"]
 
 
-def run(path: str, narrowing: Narrowing, *, html: str | None, svg: str | None, as_json: bool, quiet: bool) -> int:
+def run(
+    path: str,
+    narrowing: Narrowing,
+    *,
+    html: str | None,
+    svg: str | None,
+    as_json: bool,
+    quiet: bool,
+    layout: str | None = None,
+) -> int:
     """Prints and draws what is asked for."""
-    stored = describe(Path(path))
-    selections = select(stored.catalogs, narrowing)
+    stored = describe(Path(path), layout=layout)
+    selections = select(_catalogs(stored), narrowing)
     folder = os.path.abspath(stored.path)
     if html is not None or svg is not None:
         from .drawing import draw
@@ -32,3 +43,12 @@ def run(path: str, narrowing: Narrowing, *, html: str | None, svg: str | None, a
         inspect_page(page, document(stored, selections, folder, RANK_LIMIT), selections)
         page.print()
     return DONE
+
+
+def _catalogs(stored: Stored) -> Mapping[str, Catalog]:
+    """The parts, with the layouts that are shown."""
+    if stored.megatron is None:
+        return stored.catalogs
+    from ..api.megatron_layout import shown_catalogs
+
+    return shown_catalogs(stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,12 +20,15 @@ __all__ = ["Narrowing", "Selection", "select"]
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
-    """What is asked for; None where all is. ``bucket`` is (buffer or None, index); ``param`` a name or a pattern."""
+    """What is asked for; None where all is.
+
+    ``bucket`` is (buffer or None, index); ``param`` a name or a pattern; ``group`` a number, or the name of a part.
+    """
 
     rank: int | None = None
     param: str | None = None
     bucket: tuple[int | None, int] | None = None
-    group: int | None = None
+    group: int | str | None = None
 
     @property
     def whole(self) -> bool:
@@ -131,6 +134,7 @@ class Selection:
 
 def select(catalogs: Mapping[str, Catalog], narrowing: Narrowing) -> dict[str, Selection]:
     """What is left of each part. Raises ``UsageError`` that names what is there where nothing is."""
+    catalogs, narrowing = _of_part(catalogs, narrowing)
     _refuse_unknown(list(catalogs.values()), narrowing)
     found = {part: _select(catalog, narrowing) for part, catalog in catalogs.items()}
     if narrowing.whole:
@@ -146,6 +150,21 @@ def select(catalogs: Mapping[str, Catalog], narrowing: Narrowing) -> dict[str, S
             hint="leave one of them out",
         )
     return left
+
+
+def _of_part(catalogs: Mapping[str, Catalog], narrowing: Narrowing) -> tuple[Mapping[str, Catalog], Narrowing]:
+    """A group that is the name of a part, or the end of one's name, stands for that part: no narrowing inside it."""
+    wanted = narrowing.group
+    if not isinstance(wanted, str):
+        return catalogs, narrowing
+    found = [part for part in catalogs if part == wanted] or [part for part in catalogs if wanted in part.split(".")]
+    if not found:
+        raise UsageError(
+            "--group: there is no such group or part",
+            found=wanted,
+            expected="the number of a group" + (f", or one of {some(list(catalogs))}" if len(catalogs) > 1 else ""),
+        )
+    return {part: catalogs[part] for part in found}, replace(narrowing, group=None)
 
 
 def _select(catalog: Catalog, narrowing: Narrowing) -> Selection:
@@ -204,7 +223,7 @@ def _refuse_unknown(catalogs: Sequence[Catalog], narrowing: Narrowing) -> None:
     """Raises ``UsageError`` for an option that on its own means nothing here."""
     if narrowing.param is not None and not any(_matching(catalog, narrowing.param) for catalog in catalogs):
         raise UsageError("--param: there is no such param", found=narrowing.param, expected=_near(catalogs, narrowing))
-    if narrowing.group is not None:
+    if isinstance(narrowing.group, int):
         groups = max(len(catalog.state.groups) for catalog in catalogs)
         _refuse_index("--group", "group", narrowing.group, groups)
     layouts = [catalog.layout for catalog in catalogs if catalog.layout is not None]

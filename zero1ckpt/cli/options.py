@@ -9,7 +9,19 @@ from typing import Any, TypeVar
 
 import rich_click as click
 
-__all__ = ["BUCKET", "BUCKET_SIZE", "COUNT", "DTYPE", "SIZE", "common", "copying", "dtype_of", "reading"]
+__all__ = [
+    "BUCKET",
+    "BUCKET_SIZE",
+    "COUNT",
+    "DTYPE",
+    "SIZE",
+    "common",
+    "copying",
+    "dtype_of",
+    "group_of",
+    "layout_file",
+    "reading",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -100,6 +112,18 @@ BUCKET_SIZE = BucketSizeType()
 BUCKET = BucketType()
 
 
+def group_of(text: str | None) -> int | str | None:
+    """A group by its number, or a part by its name."""
+    return int(text) if text is not None and text.isdigit() else text
+
+
+def layout_file(verb: _F) -> _F:
+    """``--layout``, which every verb has that reads a Megatron checkpoint's buffers."""
+    return click.option(
+        "--layout", metavar="FILE", help="How the params of a Megatron checkpoint lie in its buffers, as its run told."
+    )(verb)
+
+
 def common(verb: _F) -> _F:
     """``--json`` and ``--quiet``, which every verb has."""
     verb = click.option("--quiet", is_flag=True, help="Print nothing but errors, and the document of --json.")(verb)
@@ -125,11 +149,15 @@ def copying(verb: _F) -> _F:
         click.option(
             "--no-verify", "verify", flag_value=False, default=True, help="Do not prove the checksums of SRC."
         ),
+        click.option(
+            "--unproved", is_flag=True, help="Take a Megatron checkpoint's map as it is where nothing proves it."
+        ),
+        click.option("--flavour", metavar="F", help="How a Megatron DST keeps its common state. Default: as in SRC."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--resume", is_flag=True, help="Go on after an interruption."),
         click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST."),
     ]
-    verb = reading(verb)
+    verb = layout_file(reading(verb))
     for option in reversed(options):
         verb = option(verb)
     return verb

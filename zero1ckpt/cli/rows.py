@@ -5,7 +5,7 @@ Ranks are made from the layout's columns and only when they are asked for, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from .text import first_and_last, json_safe
 __all__ = ["Row", "bucket_rows", "document", "part_documents", "rank_rows"]
 
 Row = dict[str, Any]
+_MANY_CHUNKS = 1000
 
 
 def document(stored: Stored, selections: Mapping[str, Selection], folder: str, rank_limit: int | None = None) -> Row:
@@ -48,17 +49,18 @@ def part_documents(document: Row) -> dict[str, Row]:
 def _part(stored: Stored, name: str, selection: Selection, folder: str, rank_limit: int | None) -> Row:
     catalog, part = selection.catalog, stored.part(name)
     rules = catalog.layout.rules if catalog.layout else None
+    foreign = _foreign(stored, name)
     everything = _files(stored, catalog, range(catalog.placement.blob_count))
-    ranks = selection.ranks()
-    return {
+    ranks = selection.ranks() if rank_known(stored, name) else ()
+    return foreign | {
         "path": folder,
         "format": stored.manifest.format,
         "container": stored.manifest.container,
         "step": catalog.state.step,
-        "dp_size": rules.dp_size if rules else None,
+        "dp_size": rules.dp_size if rules and rank_known(stored, name) else None,
         "bucket_size": rules.bucket_size if rules else None,
-        "digest": part.digest,
-        "total_bytes": sum(row["bytes"] for row in everything),
+        "digest": part.digest or None,
+        "total_bytes": _total(stored, catalog, everything),
         "slots": list(_slot_dtypes(part)),
         "slot_dtypes": _slot_dtypes(part),
         "groups": group_rows(catalog, selection),
@@ -67,6 +69,44 @@ def _part(stored: Stored, name: str, selection: Selection, folder: str, rank_lim
         "ranks": rank_rows(stored, selection, ranks if rank_limit is None else first_and_last(ranks, rank_limit)),
         "files": everything if selection.whole else _files(stored, catalog, selection.owners(), narrowed=True),
     }
+
+
+def rank_known(stored: Stored, part: str) -> bool:
+    """Whether the files tell how many ranks a part's buckets are cut for."""
+    layout = None if stored.megatron is None else stored.megatron.parts[part].layout
+    return stored.megatron is None or (layout is not None and layout.dp_size is not None)
+
+
+def _foreign(stored: Stored, part: str) -> Row:
+    """What is said of a Megatron part only: how far its map is proved, and what else the checkpoint holds."""
+    if stored.megatron is None:
+        return {}
+    it = stored.megatron.parts[part]
+    proof = it.evidence
+    return {
+        "iteration": stored.megatron.iteration,
+        "chained": it.chained,
+        "dp_group": None if it.group < 0 else it.group,
+        "pipeline_rank": it.pipeline_rank,
+        "evidence": {
+            "by": proof.by,
+            "elements": proof.elements,
+            "proved": proof.proved,
+            "ambiguous": list(proof.ambiguous),
+            "unproved": list(proof.unproved),
+        },
+        "notices": list(stored.megatron.notices),
+    }
+
+
+def _total(stored: Stored, catalog: Catalog, files: Sequence[Row]) -> int:
+    """Bytes of a part: of its files, or where a Megatron checkpoint has several parts in each file, of its state."""
+    if stored.megatron is None or len(stored.catalogs) == 1:
+        return sum(row["bytes"] for row in files)
+    state = catalog.state
+    width = int(state.slot_bytes.sum())
+    missing = sum(state.tensor_nbytes(param, slot) for param, slot in state.absent)
+    return sum(param.numel for param in state.params) * width - missing
 
 
 def _common(stored: Stored, parts: dict[str, Row], folder: str) -> Row:
@@ -82,7 +122,7 @@ def _common(stored: Stored, parts: dict[str, Row], folder: str) -> Row:
         "step": steps.pop() if len(steps) == 1 else None,
         "dp_size": None,
         "bucket_size": None,
-        "digest": stored.manifest.digest,
+        "digest": stored.digest,
         "total_bytes": sum(row["bytes"] for row in files),
         "slots": list(dtypes),
         "slot_dtypes": dtypes,
@@ -123,7 +163,7 @@ def param_rows(part: PartManifest, selection: Selection) -> list[Row]:
                 "dtype": entry.dtype,
                 "numel": spec.numel,
                 "group": entry.group,
-                "digests": dict(entry.digests),
+                "digests": {slot: digest or None for slot, digest in entry.digests.items()},
             }
         )
     return rows
@@ -175,7 +215,8 @@ def rank_rows(stored: Stored, selection: Selection, ranks: Sequence[int] | range
         for (i, table), (first, last) in zip(tables, cuts, strict=True):
             shards += shard_rows(i, table, int(first[at]), int(last[at]))
         if shards or selection.keeps_empty_ranks:
-            yield {"rank": rank, "bytes": _rank_bytes(stored, catalog, rank), "shards": shards}
+            nbytes = _rank_bytes(stored, catalog, rank, shards)
+            yield {"rank": rank, "bytes": nbytes, "shards": shards}
 
 
 def shard_rows(index: int, table: Fragments, first: int, last: int) -> Iterator[Row]:
@@ -197,21 +238,28 @@ def shard_rows(index: int, table: Fragments, first: int, last: int) -> Iterator[
         }
 
 
-def _rank_bytes(stored: Stored, catalog: Catalog, rank: int) -> int:
+def _rank_bytes(stored: Stored, catalog: Catalog, rank: int, shards: Sequence[Row]) -> int:
+    """Bytes of a rank's file; of a Megatron checkpoint, in which ranks write where they like, of the shown state."""
+    if stored.megatron is not None:
+        elements: int = sum(shard["param"][1] - shard["param"][0] for shard in shards)
+        return elements * int(catalog.state.slot_bytes.sum())
     return stored.files[catalog.placement.blob_key(rank)].bytes
 
 
 def _all_files(stored: Stored) -> list[Row]:
     """Every file of the checkpoint by path, the manifest included."""
     rows = [{"path": entry.path, "bytes": entry.bytes} for entry in stored.manifest.files]
-    rows.append({"path": MANIFEST_NAME, "bytes": stored.store.size(MANIFEST_NAME)})
+    if stored.megatron is None:
+        rows.append({"path": MANIFEST_NAME, "bytes": stored.store.size(MANIFEST_NAME)})
     return sorted(rows, key=lambda row: str(row["path"]))
 
 
-def _files(stored: Stored, catalog: Catalog, blobs: Iterable[int] | IntColumn, *, narrowed: bool = False) -> list[Row]:
+def _files(stored: Stored, catalog: Catalog, blobs: Sequence[int] | IntColumn, *, narrowed: bool = False) -> list[Row]:
     """Files of some blobs of a part; the only part of a checkpoint has all other files too, unless narrowed."""
     if len(stored.catalogs) == 1 and not narrowed:
         return _all_files(stored)
+    if stored.megatron is not None and (not narrowed or len(blobs) > _MANY_CHUNKS):
+        return []  # where a chunk lies is read from its header, and there are a hundred thousand
     keys = {catalog.placement.blob_key(int(blob)) for blob in blobs}
     return [
         {"path": path, "bytes": entry.bytes}

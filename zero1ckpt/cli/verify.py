@@ -6,7 +6,7 @@ from typing import Any
 
 import rich_click as click
 
-from .options import reading
+from .options import layout_file, reading
 
 __all__ = ["verify"]
 
@@ -15,6 +15,7 @@ __all__ = ["verify"]
 @click.argument("path")
 @click.option("--deep", is_flag=True, help="Read all data: every checksum, and values that cannot be.")
 @click.option("--against", metavar="OTHER", help="Prove that this checkpoint holds the same state.")
+@layout_file
 @reading
 def verify(**options: Any) -> int:
     """Prove a checkpoint: structure, sizes, checksums. The exit code is 0 where all is well, else 1."""

@@ -26,13 +26,22 @@ def run(
     against: str | None,
     workers: int | None,
     memory_limit: int | None,
+    layout: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
     """Prints what was found. Raises ``VerificationError`` where that is something."""
-    total = describe(Path(path), check_files=False).total_bytes if deep else 0
+    total = describe(Path(path), check_files=False, layout=layout).total_bytes if deep else 0
     with progress("verify", total, quiet=quiet or not deep) as told:
-        result = verify(path, deep=deep, against=against, workers=workers, memory_limit=memory_limit, progress=told)
+        result = verify(
+            path,
+            deep=deep,
+            against=against,
+            workers=workers,
+            memory_limit=memory_limit,
+            progress=told,
+            layout=layout,
+        )
     if as_json:
         write_json(_document(path, against, deep, result))
     elif not quiet:
@@ -89,9 +98,10 @@ def _write(page: Page, path: str, against: str | None, deep: bool, result: Verif
 def _summary(path: str, against: str | None, deep: bool, result: Verification) -> str:
     if not result.ok:
         return f"{safe(path)}: {plural(len(result.findings), 'finding')}"
-    proved = "structure, sizes and digests hold"
+    what = "structure, sizes and digests" if result.has_digests else "structure and sizes"
+    proved = f"{what} hold"
     if deep:
-        proved = f"structure, sizes, digests and all data hold ({short_bytes(result.bytes_read)} read)"
+        proved = f"{what.replace(' and', ',')} and all data hold ({short_bytes(result.bytes_read)} read)"
     same = f"; it holds the same state as {safe(against)}" if against is not None else ""
     return f"{safe(path)}: {proved}{same}"
 

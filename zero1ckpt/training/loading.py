@@ -94,6 +94,7 @@ def prepare_load(
     """
     if options.verify:
         on_first_rank(optimizer.control, "verification of the checkpoint", lambda: _verify(Path(path)))
+    on_first_rank(optimizer.control, "the proof of the checkpoint's map", lambda: _prove(Path(path)))
     return together(
         optimizer.control, "the checkpoint to load", lambda: _prepare(optimizer, Path(path), options, model)
     )
@@ -127,6 +128,18 @@ def _prepare(optimizer: Loaded, path: Path, options: LoadOptions, model: nn.Modu
     except BaseException:
         stored.store.close()
         raise
+
+
+def _prove(path: Path) -> None:
+    """Of a Megatron checkpoint: that each param's state lies where it was found. Reads its main params and weights."""
+    stored = describe(path)
+    try:
+        if stored.megatron is not None:
+            from ..api.megatron_source import check_proved, prove_map
+
+            check_proved(prove_map(stored))
+    finally:
+        stored.store.close()
 
 
 def _plan(optimizer: Loaded, stored: Stored, options: LoadOptions, model: nn.Module | None) -> LoadPlan:

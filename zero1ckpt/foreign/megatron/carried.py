@@ -168,8 +168,8 @@ class CarriedObject(_Entry, frozen=True):
 class Carried(_Entry, frozen=True):
     """The content of ``carried/megatron.json``.
 
-    ``common_in``: "file" (``common.pt``, to Megatron-Core 0.18) or "entry" (an object, from 0.19 on). ``files``: paths of
-    the source's files that are kept below ``carried/files/``.
+    ``common_in``: "file" (``common.pt``, to Megatron-Core 0.18) or "entry" (an object, from 0.19 on). ``files``: paths
+    of the source's files that are kept below ``carried/files/``.
     """
 
     schema: str
@@ -212,7 +212,7 @@ class _OnlySchema(msgspec.Struct):
     schema: str
 
 
-# ----------------------------------------------------------------------------------------------------- from a checkpoint
+# ---------------------------------------------------------------------------------------------------- from a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
