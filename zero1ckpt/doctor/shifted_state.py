@@ -1,0 +1,533 @@
+"""State in the wrong place: Megatron-LM #5077.
+
+*How it arises.* Megatron-Core 0.15.0 to 0.19.2 saves ``fully_reshardable`` checkpoints by gathering each buffer without
+the padding at its buckets' ends, and then cutting params out of it at their places *with* that padding. Params behind
+the first padded bucket are stored from a wrong element on, by the padding before them; what reaches beyond the end is
+filled with zeros. All slots alike; the model's weights are right. It needs a bucket that is not the last and does not
+fill a multiple of lcm(DP, 128) elements: odd sizes, an odd dp size, padding for high bus bandwidth, or tied embeddings
+with pipelines, which get buckets of their own. Megatron loads such a checkpoint without an error. Corrected on
+2026-08-21 (32a03b77c5).
+
+*What it looks like.* Cast to the weights' dtype, main params do not equal the weights, but do where one reads them as
+many elements further on as some bucket layout gives. A checkpoint that was saved after a damaged one was loaded agrees
+with itself: that cannot be seen.
+
+*Whether it can be mended.* What lies in another param's place is put back. Lost are the elements that would lie in
+padding, or in a param that this rank did not store. Lost main params come back from the weights, rounded to their
+dtype; lost moments are in no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, product
+
+import numpy as np
+
+from ..core.boxes import Box
+from .casts import cast, widen
+from .module_order import walk, without_fused_names
+from .shift_search import Placed, Solution, Unit, search
+from .subject import Array, Damage, Subject, ranges
+
+__all__ = ["KIND", "Mended", "ShiftDiagnosis", "detect", "diagnose", "repair"]
+
+KIND = "shifted_state"
+_MAIN = "fp32_param"
+_WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one model-parallel rank holds of a param, or of one expert of it: boxes, end to end.
+
+    ``stored``: whether the checkpoint has this rank's copy.
+    """
+
+    name: str
+    param: int
+    boxes: tuple[Box, ...]
+    stored: bool = True
+    shared: bool = False
+
+    def gather(self, values: Array) -> Array:
+        return np.concatenate([values[box.slices].reshape(-1) for box in self.boxes])
+
+    def scatter(self, flat: Array, into: Array) -> None:
+        at = 0
+        for box in self.boxes:
+            into[box.slices] = flat[at : at + box.size].reshape(box.shape)
+            at += box.size
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One way in which the params may have been divided. ``buffers``: parts of each, and whether sizes close buckets."""
+
+    title: str
+    buffers: tuple[tuple[tuple[_Part, ...], bool], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    """Where elements of one part lie: [start, start + size) at ``at`` of part ``source`` (its key in the sources)."""
+
+    source: Array
+    at: Array
+    start: Array
+    size: Array
+
+    def kept(self, other: _Runs) -> _Runs:
+        """What both say alike."""
+        rows = []
+        for source, at, start, size in zip(self.source, self.at, self.start, self.size, strict=True):
+            same = (other.source == source) & (other.at - other.start == at - start)
+            low = np.maximum(other.start[same], start)
+            high = np.minimum((other.start + other.size)[same], start + size)
+            rows += [(source, at + a - start, a, b - a) for a, b in zip(low, high, strict=True) if b > a]
+        return _Runs(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+
+Source = tuple[int, tuple[Box, ...]]
+"""Names a part: the param, and its boxes."""
+
+
+@dataclass(frozen=True)
+class ShiftDiagnosis:
+    """What is wrong, where each element of a damaged part lies instead, and what lies nowhere.
+
+    ``runs``: for each damaged part, by place in ``parts``. ``ambiguous``: layouts that fit and do not agree with the
+    others: what they disagree on counts as lost. ``wrong`` and ``lost`` count elements of one slot.
+    """
+
+    parts: tuple[_Part, ...]
+    runs: Mapping[int, _Runs]
+    layouts: int
+    shifts: tuple[int, ...]
+    wrong: int
+    lost: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    affected: tuple[int, ...] = ()
+
+    @property
+    def lost_count(self) -> int:
+        return sum(high - low for rows in self.lost.values() for low, high in rows)
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(int(sum(box.size for box in self.parts[i].boxes)) for i in self.runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mended:
+    """The values of one (param, slot) as they should be. Ranges count elements of the flattened param.
+
+    ``moved``: found in another place; ``from_weights``: taken from the weight; ``zeroed``: lost and set to zero.
+    """
+
+    param: int
+    slot: str
+    values: Array
+    moved: int
+    from_weights: tuple[tuple[int, int], ...] = ()
+    zeroed: tuple[tuple[int, int], ...] = ()
+
+
+# ----------------------------------------------------------------------------------------------------------- diagnosing
+
+
+def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damage]:
+    """What a diagnosis comes to, one finding a param. Pure."""
+    if diagnosis is None:
+        return
+    moved = diagnosis.elements - diagnosis.lost_count
+    for index in diagnosis.affected:
+        param = subject.params[index]
+        lost = diagnosis.lost.get(index, ())
+        count = sum(high - low for low, high in lost)
+        gone = f"; lost are {count} of {param.numel}: {_some(lost)}" if lost else "; all of it lies in other places"
+        yield Damage(
+            KIND,
+            f"{param.name}: state is stored in the wrong place (Megatron-LM #5077){gone}",
+            True,
+            subject.part,
+            param.name,
+            None,
+            lost[0] if len(lost) == 1 else None,
+            None,
+            f"{moved} elements a slot are put back, {diagnosis.lost_count} main params come from the weights, as many "
+            "of each moment are lost",
+        )
+
+
+def _some(rows: Sequence[tuple[int, int]]) -> str:
+    shown = ", ".join(f"[{low}, {high})" for low, high in rows[:6])
+    return f"{shown} and {len(rows) - 6} ranges more" if len(rows) > 6 else shown
+
+
+def diagnose(subject: Subject) -> ShiftDiagnosis | None:
+    """The layout by which stored main params equal the weights, where they do not as they stand; None without one.
+
+    Reads all main params, and all moments of what is damaged. Holds those of one model-parallel rank's buffer at a time.
+    """
+    if not any(_wrong(subject, i) for i in range(len(subject.params))):
+        return None
+    found: list[tuple[_Job, list[list[Solution]]]] = []
+    for job in _jobs(subject):
+        solved = _solve(subject, job)
+        if solved is not None:
+            found.append((job, solved))
+    return _agreed(subject, found) if found else None
+
+
+def _wrong(subject: Subject, param: int) -> bool:
+    values, weight = subject.values.slot(param, _MAIN), subject.values.weight(param)
+    if values is None or weight is None or values.dtype != np.float32:
+        return False
+    return not np.array_equal(cast(values, subject.params[param].dtype), weight)
+
+
+def _solve(subject: Subject, job: _Job) -> list[list[Solution]] | None:
+    """All layouts of each buffer of a job; None where one has none, or too many to see all."""
+    solved = []
+    for parts, size_closes in job.buffers:
+        units = [_unit(subject, part) for part in parts]
+        if any(unit is None for unit in units):
+            return None
+        solutions = _layouts([unit for unit in units if unit is not None], parts, subject, size_closes)
+        if not solutions:
+            return None
+        solved.append(solutions)
+    return solved
+
+
+def _layouts(
+    units: Sequence[Unit], parts: Sequence[_Part], subject: Subject, size_closes: bool
+) -> list[Solution] | None:
+    if all(unit.right for unit in units):
+        return [Solution(tuple(Placed(i, 0, 0) for i in range(len(units))), 0)]
+    hints = _Hints(subject, parts)
+    found: list[Solution] = []
+    for names in _namings([part.name for part in parts]):
+        result = search(units, walk(names, hints.preferred), size_closes=size_closes)
+        if not result.complete:
+            return None
+        found += result.solutions
+    least = min((hints.against(solution) for solution in found), default=0)
+    return [solution for solution in found if hints.against(solution) == least]
+
+
+def _namings(names: Sequence[str]) -> list[list[str]]:
+    plain = [without_fused_names(name) for name in names]
+    return [plain] if plain == list(names) else [plain, list(names)]
+
+
+def _unit(subject: Subject, part: _Part) -> Unit | None:
+    weight = subject.values.weight(part.param)
+    if weight is None:
+        return None
+    dtype = subject.params[part.param].dtype
+    if not part.stored:
+        return Unit(part.name, part.gather(weight), shared=part.shared)
+    slots = [subject.values.slot(part.param, slot) for slot in subject.slots]
+    main = subject.values.slot(part.param, _MAIN)
+    if main is None:
+        return None
+    occupied = np.logical_or.reduce([part.gather(values) != 0 for values in slots if values is not None])
+    return Unit(part.name, part.gather(weight), part.gather(cast(main, dtype)), occupied, part.shared)
+
+
+class _Hints:
+    """What the listing of the file says of the order: a rank's keys are listed in the order of its buffer.
+
+    Of each key only the first box tells: the others stand behind it whatever their place in the buffer.
+    """
+
+    def __init__(self, subject: Subject, parts: Sequence[_Part]) -> None:
+        rows: dict[int, list[tuple[int, int]]] = {}
+        loose: dict[int, float] = {}
+        for i, part in enumerate(parts):
+            boxes = set(part.boxes)
+            pieces = [piece for piece in subject.params[part.param].pieces if piece.box in boxes]
+            for piece in pieces[:1] if part.stored else ():
+                loose[i] = float(piece.order)
+                if piece.leading and piece.writer >= 0:
+                    rows.setdefault(piece.writer, []).append((piece.order, i))
+        self.chains = [[i for _, i in sorted(chain)] for chain in rows.values()]
+        self.preferred = {i: loose.get(i, 0.0) for i in range(len(parts))}
+
+    def against(self, solution: Solution) -> int:
+        """How many neighbours of the listing stand the other way round, of those that are not in their place."""
+        place = {placed.unit: at for at, placed in enumerate(solution.placed)}
+        shifted = {placed.unit for placed in solution.placed if placed.shift}
+        return sum(
+            place[a] > place[b]
+            for chain in self.chains
+            for a, b in pairwise(chain)
+            if a in shifted or b in shifted
+        )
+
+
+# ----------------------------------------------------------------------------------------------- who held which params
+
+
+def _jobs(subject: Subject) -> Iterator[_Job]:
+    """Ways in which ranks may have held the params, as sizes that are stated or that the boxes admit. Pure."""
+    for tensor, stages, tied in product(_tensor_sizes(subject), _pipelines(subject), (False, True)):
+        embedding = _embedding(subject)
+        if tied and embedding is None:
+            continue
+        last_has_copy = len(stages) > 1 and tied
+        if last_has_copy != (len(stages) > 1 and embedding is not None and not _has_output(subject)):
+            continue
+        job = _job(subject, tensor, stages, embedding if tied else None)
+        if job is not None:
+            yield job
+
+
+def _embedding(subject: Subject) -> int | None:
+    """The param that may be shared with the last stage."""
+    names = [param.name for param in subject.params]
+    exact = [i for i, name in enumerate(names) if name.endswith(_WORD_EMBEDDINGS)]
+    near = [i for i, name in enumerate(names) if "embedding" in name and "position" not in name]
+    return (exact or near or [None])[0]
+
+
+def _has_output(subject: Subject) -> bool:
+    return any(param.name.endswith(_OUTPUT) for param in subject.params)
+
+
+def _tensor_sizes(subject: Subject) -> list[int]:
+    if subject.sizes.tensor is not None:
+        return [subject.sizes.tensor]
+    counts = {len(param.pieces) for param in subject.params if not param.expert}
+    return sorted({1} | counts)
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    for before, number in pairwise(parts):
+        if before == "layers" and number.isdecimal():
+            return int(number)
+    return None
+
+
+def _pipelines(subject: Subject) -> list[tuple[tuple[int, int], ...]]:
+    """Ways to cut the layers into stages, as ranges: all equal, or as the ranks' files show. Pure."""
+    layers = [n for param in subject.params if (n := _layer(param.name)) is not None]
+    count = max(layers, default=-1) + 1
+    stated = subject.sizes.pipeline
+    if stated is not None:
+        stated *= subject.sizes.chunks or 1
+    sizes = [n for n in range(1, max(count, 1) + 1) if count % n == 0 and (stated is None or n == stated)]
+    found = [tuple((i * count // n, (i + 1) * count // n) for i in range(n)) for n in sizes]
+    shown = _shown_stages(subject, count)
+    if shown is not None and shown not in found and (stated is None or len(shown) == stated):
+        found.append(shown)
+    return [stages for stages in found if _writers_apart(subject, stages)] or [((0, count),)]
+
+
+def _shown_stages(subject: Subject, count: int) -> tuple[tuple[int, int], ...] | None:
+    """The finest cut under which no rank wrote layers of two stages."""
+    spans: dict[int, tuple[int, int]] = {}
+    for param in subject.params:
+        layer = _layer(param.name)
+        for piece in param.pieces:
+            if layer is not None and piece.writer >= 0:
+                low, high = spans.get(piece.writer, (layer, layer))
+                spans[piece.writer] = min(low, layer), max(high, layer)
+    cuts = [n for n in range(1, count) if not any(low < n <= high for low, high in spans.values())]
+    edges = [0, *cuts, count]
+    return tuple(pairwise(edges)) if spans and count else None
+
+
+def _stage_of(name: str, stages: Sequence[tuple[int, int]]) -> int:
+    layer = _layer(name)
+    if layer is not None and "mtp." not in name:
+        return next(i for i, (low, high) in enumerate(stages) if low <= layer < high)
+    return 0 if "embedding" in name else len(stages) - 1
+
+
+def _writers_apart(subject: Subject, stages: Sequence[tuple[int, int]]) -> bool:
+    """A rank belongs to one stage."""
+    seen: dict[int, int] = {}
+    for param in subject.params:
+        stage = _stage_of(param.name, stages)
+        for piece in param.pieces:
+            if piece.writer >= 0 and seen.setdefault(piece.writer, stage) != stage:
+                return False
+    return True
+
+
+def _job(subject: Subject, tensor: int, stages: tuple[tuple[int, int], ...], shared: int | None) -> _Job | None:
+    buffers: dict[tuple[object, ...], list[_Part]] = {}
+    for index, param in enumerate(subject.params):
+        stage = _stage_of(param.name, stages)
+        for key, part in _parts(subject, index, tensor, shared == index):
+            buffers.setdefault((stage, param.dtype, param.expert, *key), []).append(part)
+    if shared is not None and len(stages) > 1:
+        for (_, dtype, _, *key), parts in [item for item in buffers.items() if item[0][0] == 0]:
+            for part in [part for part in parts if part.param == shared]:
+                copy = _Part(_OUTPUT, shared, part.boxes, stored=False, shared=True)
+                buffers.setdefault((len(stages) - 1, dtype, False, *key), []).append(copy)
+    if any(not part.boxes for parts in buffers.values() for part in parts):
+        return None
+    rows = tuple((tuple(parts), key[0] == 0) for key, parts in buffers.items())
+    return _Job(f"tensor size {tensor}, {len(stages)} stages", rows)
+
+
+def _parts(subject: Subject, index: int, tensor: int, shared: bool) -> Iterator[tuple[tuple[int, ...], _Part]]:
+    """What each model-parallel rank holds of a param, with the rank's coordinates beside the stage."""
+    param = subject.params[index]
+    boxes = sorted((piece.box for piece in param.pieces), key=lambda box: box.start)
+    if param.expert:
+        yield from _expert_parts(subject, index, boxes)
+        return
+    if len(boxes) == 1:
+        for rank in range(tensor):
+            yield (rank,), _Part(param.name, index, tuple(boxes), rank == 0, shared)
+        return
+    for rank in range(tensor):
+        own = tuple(boxes[rank::tensor]) if len(boxes) % tensor == 0 else ()
+        yield (rank,), _Part(param.name, index, own, True, shared)
+
+
+def _expert_parts(subject: Subject, index: int, boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], _Part]]:
+    """Experts are params of their own; ranks of the expert group hold equal numbers of them, in order."""
+    param = subject.params[index]
+    experts = sorted({box.start[0] for box in boxes})
+    ranks = subject.sizes.expert or 1
+    each = max(len(experts) // ranks, 1)
+    for number, expert in enumerate(experts):
+        own = tuple(box for box in boxes if box.start[0] == expert)
+        head, _, tail = param.name.rpartition("experts.")
+        yield (number // each,), _Part(f"{head}experts.{number % each}.{tail}", index, own)
+
+
+# ------------------------------------------------------------------------------------------------------- what was found
+
+
+def _agreed(subject: Subject, found: Sequence[tuple[_Job, list[list[Solution]]]]) -> ShiftDiagnosis | None:
+    """What all layouts that fit say alike."""
+    parts: dict[Source, int] = {}
+    table: list[_Part] = []
+    runs: dict[int, _Runs] = {}
+    shifts: set[int] = set()
+    layouts = 0
+    for job, _ in found:
+        for part in (part for group, _ in job.buffers for part in group if part.stored):
+            if (part.param, part.boxes) not in parts:
+                parts[part.param, part.boxes] = len(table)
+                table.append(part)
+    for job, solved in found:
+        for (group, _), solutions in zip(job.buffers, solved, strict=True):
+            numbers = [parts.get((part.param, part.boxes), -1) if part.stored else -1 for part in group]
+            for solution in solutions:
+                layouts += 1
+                shifts |= {place.shift for place in solution.placed}
+                for unit, mine in _solution_runs(group, numbers, solution).items():
+                    runs[unit] = runs[unit].kept(mine) if unit in runs else mine
+    damaged = {i: mine for i, mine in runs.items() if not _in_place(i, mine, table[i])}
+    if not damaged:
+        return None
+    lost = _lost(subject, table, damaged)
+    affected = tuple(sorted({table[i].param for i in damaged}))
+    wrong = sum(sum(box.size for box in table[i].boxes) for i in damaged)
+    return ShiftDiagnosis(tuple(table), damaged, layouts, tuple(sorted(shifts)), wrong, lost, affected)
+
+
+def _solution_runs(group: Sequence[_Part], numbers: Sequence[int], solution: Solution) -> dict[int, _Runs]:
+    """Where the elements of each stored part lie. What several places show is taken from the first."""
+    sizes = [sum(box.size for box in part.boxes) for part in group]
+    placed = solution.placed
+    if not solution.damaged:
+        return {numbers[p.unit]: _whole(numbers[p.unit], sizes[p.unit]) for p in placed if numbers[p.unit] >= 0}
+    starts = np.array([place.padded for place in placed], np.int64)
+    ends = starts + np.array([sizes[place.unit] for place in placed], np.int64)
+    found = {}
+    for place in placed:
+        own = numbers[place.unit]
+        if own < 0:
+            continue
+        low = int(np.searchsorted(ends, place.compact, side="right"))
+        high = int(np.searchsorted(starts, place.compact + sizes[place.unit], side="left"))
+        rows = []
+        for window in range(low, high):
+            source = numbers[placed[window].unit]
+            first = max(place.compact, int(starts[window]))
+            last = min(place.compact + sizes[place.unit], int(ends[window]))
+            if source >= 0 and last > first:
+                rows.append((source, first - int(starts[window]), first - place.compact, last - first))
+        found[own] = _Runs(*np.array(rows, np.int64).reshape(-1, 4).T)
+    return found
+
+
+def _whole(number: int, size: int) -> _Runs:
+    return _Runs(*np.array([(number, 0, 0, size)], np.int64).T)
+
+
+def _in_place(number: int, runs: _Runs, part: _Part) -> bool:
+    size = sum(box.size for box in part.boxes)
+    own = (runs.source == number) & (runs.at == runs.start)
+    return bool(own.all()) and int(runs.size.sum()) == size
+
+
+def _lost(
+    subject: Subject, table: Sequence[_Part], damaged: Mapping[int, _Runs]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Ranges of each param that lie nowhere."""
+    masks: dict[int, Array] = {}
+    for i, runs in damaged.items():
+        part = table[i]
+        gone = np.ones(sum(box.size for box in part.boxes), np.bool_)
+        for start, size in zip(runs.start, runs.size, strict=True):
+            gone[start : start + size] = False
+        mask = masks.setdefault(part.param, np.zeros(subject.params[part.param].shape, np.bool_))
+        part.scatter(gone, mask)
+    return {param: tuple(ranges(mask)) for param, mask in masks.items() if mask.any()}
+
+
+# ------------------------------------------------------------------------------------------------------------- mending
+
+
+def repair(subject: Subject, diagnosis: ShiftDiagnosis) -> Iterator[Mended]:
+    """Every damaged (param, slot) as it should be: put back, main params from the weights where lost, else zero.
+
+    Whether lost moments may be zero is for the caller to ask.
+    """
+    for slot in subject.slots:
+        for index in diagnosis.affected:
+            values = subject.values.slot(index, slot)
+            if values is None:
+                continue
+            made = values.copy()
+            moved = 0
+            for number, runs in diagnosis.runs.items():
+                if diagnosis.parts[number].param == index:
+                    moved += _put_back(subject, diagnosis, number, runs, slot, made)
+            lost = diagnosis.lost.get(index, ())
+            if slot == _MAIN:
+                _from_weight(subject, index, lost, made)
+            yield Mended(index, slot, made, moved, lost if slot == _MAIN else (), () if slot == _MAIN else lost)
+
+
+def _put_back(subject: Subject, diagnosis: ShiftDiagnosis, number: int, runs: _Runs, slot: str, into: Array) -> int:
+    part = diagnosis.parts[number]
+    flat = np.zeros(sum(box.size for box in part.boxes), into.dtype)
+    for source, at, start, size in zip(runs.source, runs.at, runs.start, runs.size, strict=True):
+        other = diagnosis.parts[source]
+        values = subject.values.slot(other.param, slot)
+        if values is not None:
+            flat[start : start + size] = other.gather(values)[at : at + size]
+    part.scatter(flat, into)
+    return int(runs.size.sum())
+
+
+def _from_weight(subject: Subject, index: int, lost: Sequence[tuple[int, int]], into: Array) -> None:
+    weight = subject.values.weight(index)
+    assert weight is not None
+    flat, bits = into.reshape(-1), weight.reshape(-1)
+    for low, high in lost:
+        flat[low:high] = widen(bits[low:high], subject.params[index].dtype)
