@@ -1,0 +1,94 @@
+"""The buckets of a gathered buffer by Megatron's layout rule, where the rule gives the places that were found.
+
+Where a bucket ends at a multiple of 64 and without a tail, places alone do not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...core.layout import BufferKey, BufferLayout, LayoutRules, default_bucket_size, layout_buffer
+from .common import Args
+from .model import Bucket
+
+__all__ = ["FoundLayout", "PlacedParam", "buckets_by_rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedParam:
+    """A param in place order (``core.layout.LayoutParam``). ``start``: in the gathered buffer; ``world``: in the padded
+    one, where a file shows it.
+    """
+
+    name: str
+    numel: int
+    buffer_key: BufferKey
+    shared_embedding: bool
+    start: int
+    world: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayout:
+    """Buckets, and the rule that gives them. ``dp_size``: where padded places agree with it; ``stated``: whether the
+    args say so.
+    """
+
+    buckets: tuple[Bucket, ...]
+    dp_size: int | None
+    bucket_size: int | None
+    stated: bool
+
+
+def buckets_by_rule(
+    params: Sequence[PlacedParam], total: int, args: Args, thresholds: Sequence[int], *, overlaps: bool
+) -> FoundLayout | None:
+    """The first rule whose buffer has every param where it was found; None where there is none. Pure.
+
+    ``thresholds``: further bucket sizes to try; ``overlaps``: whether bucket sizes act on this buffer at all.
+    """
+    padded = all(param.world is not None for param in params)
+    for size, stated in _sizes(args, thresholds, overlaps):
+        for dp in _dp_sizes(args) if padded else [1]:
+            for high in (False, True) if padded else (False,):
+                rules = LayoutRules(dp, size, pad_for_high_nccl_busbw=high)
+                layout = layout_buffer(params[0].buffer_key, params, range(len(params))[::-1], rules)
+                if _agrees(layout, params, total, padded):
+                    known = dp if padded and dp in _dp_sizes(args)[:1] else None
+                    return FoundLayout(_buckets(layout, padded), known, size, stated)
+    return None
+
+
+def _sizes(args: Args, thresholds: Sequence[int], overlaps: bool) -> Iterator[tuple[int | None, bool]]:
+    if overlaps and args.overlap_grad_reduce:
+        stated = args.ddp_bucket_size
+        yield (default_bucket_size(args.data_parallel or 1) if stated is None else stated), True
+    yield None, args.overlap_grad_reduce is False
+    if overlaps:
+        yield from ((size, False) for size in thresholds)
+
+
+def _dp_sizes(args: Args) -> list[int]:
+    """Sizes of data-parallel groups: the stated one of an instance, that of experts, and those that divide them."""
+    whole = args.data_parallel or 1
+    first = max(whole // (args.instances or 1), 1)
+    experts = max(first // (args.expert_parallel or 1), 1)
+    return list(dict.fromkeys([first, experts, *(d for d in range(1, first + 1) if first % d == 0)]))
+
+
+def _agrees(layout: BufferLayout, params: Sequence[PlacedParam], total: int, padded: bool) -> bool:
+    if layout.numel_unpadded != total:
+        return False
+    before = layout.bucket_numel_unpadded.cumsum() - layout.bucket_numel_unpadded
+    starts = layout.start - layout.bucket_offset[layout.bucket_of] + before[layout.bucket_of]
+    if starts.tolist() != [param.start for param in params]:
+        return False
+    return not padded or layout.start.tolist() == [param.world for param in params]
+
+
+def _buckets(layout: BufferLayout, padded: bool) -> tuple[Bucket, ...]:
+    return tuple(
+        Bucket(bucket.numel_unpadded, bucket.numel if padded else None, bucket.first, bucket.last)
+        for bucket in layout.buckets
+    )
