@@ -107,8 +107,8 @@ class Catalog:
 class TablePlacement:
     """Placement by an explicit table, for state without a layout rule (whole tensors in memory, foreign files)."""
 
-    keys: tuple[str, ...]
-    payloads: tuple[int, ...]
+    keys: Sequence[str]
+    payloads: Sequence[int]
     table: Extents
     slot_count: int
 

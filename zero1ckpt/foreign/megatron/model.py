@@ -84,6 +84,7 @@ class PartLayout:
     dp_size: int | None
     bucket_size: int | None = None
     stated: bool = False
+    pad_for_high_nccl_busbw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Evidence:
     """How far a part's map from params to places is proved. Element counts of the main params.
 
     ``proved``: elements whose cast equals the model's weight. ``ambiguous``: params that another admissible map places
-    elsewhere; ``unproved``: params whose cast differs from the weight, or that have no weight to compare with.
+    elsewhere; ``unproved``: params whose cast differs from the weight, or that have no weight to compare with;
+    ``unknown``: stretches of buckets that are no known param, by the name of their place.
     ``by``: what the map follows from ("names" in model space, "order" stated by the file, "content", "layout file").
     """
 
@@ -100,6 +102,7 @@ class Evidence:
     proved: int | None = None
     ambiguous: tuple[str, ...] = ()
     unproved: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

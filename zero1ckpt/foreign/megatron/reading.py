@@ -1,0 +1,232 @@
+"""Describes a Megatron checkpoint: which container, which layout, which parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...core.errors import MissingError, UnsupportedError
+from ...core.layout import default_bucket_size
+from ...model.state import LossScale, ParamSpec
+from .bucket_space import PartOptions, part_name, read_part
+from .common import Common, chained_values, read_common
+from .entries import Entries
+from .folders import container_of
+from .groups import GroupSet, archive_numbers, assign_groups, read_groups, read_loss_scale
+from .model import MegatronCheckpoint, MegatronPart
+from .model_space import SpaceOptions, model_keys, read_model_space
+from .raw_buckets import RawPart, read_raw_parts
+from .torch_dist import open_torch_dist
+from .weights import Weights, units
+
+__all__ = ["describe"]
+
+_BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
+_MODEL_SPACE = ("fully_reshardable", "fully_sharded_model_space")
+
+
+def describe(path: Path, *, content: bool = True) -> MegatronCheckpoint:
+    """An iteration folder as a value. Reads headers and, with ``content``, the ends of tensors that name params.
+
+    Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
+    """
+    container = container_of(path)
+    if container is None:
+        raise MissingError("this is no folder of an iteration that Megatron saved", file=path)
+    if container == "torch":
+        from .legacy import open_legacy
+
+        return open_legacy(path)
+    return _of_entries(_open(path, container), content)
+
+
+def _open(path: Path, container: str) -> Entries:
+    if container == "torch_dist":
+        return open_torch_dist(path)
+    from .zarr_v2 import open_zarr
+
+    return open_zarr(path)
+
+
+def _of_entries(entries: Entries, content: bool) -> MegatronCheckpoint:
+    common = read_common(entries)
+    if common.sharding_type is None:
+        raise UnsupportedError(
+            "the checkpoint holds no state of Megatron's distributed optimizer",
+            file=entries.path,
+            hint="it was saved without the optimizer, or with another one",
+        )
+    if common.sharding_type in _BUCKETS:
+        return _buckets(entries, common, content)
+    if common.sharding_type in _MODEL_SPACE:
+        return _model_space(entries, common)
+    if common.sharding_type == "dp_zero_gather_scatter":
+        from .zero_gather import read_zero_gather
+
+        return read_zero_gather(entries, common)
+    raise UnsupportedError("unknown layout of the optimizer", file=entries.path, found=common.sharding_type)
+
+
+# --------------------------------------------------------------------------------------------------------- model space
+
+
+def _model_space(entries: Entries, common: Common) -> MegatronCheckpoint:
+    found, notices = _chained_groups(entries, common)
+    options = SpaceOptions(
+        found.groups,
+        found.step or 0,
+        _scaler(entries),
+        None if common.args.num_experts is None else len(chained_values(common.optimizer)) > 1,
+        common.args.num_layers,
+        common.args.grads_in_fp32 is not False,
+        lambda params: assign_groups(params, found.groups)[0],
+    )
+    assert common.sharding_type is not None
+    space = read_model_space(entries, common.sharding_type, options)
+    open_groups = assign_groups(space.part.catalog.state.params, found.groups)[1]
+    part = replace(space.part, catalog=replace(space.part.catalog, format=f"megatron:{common.sharding_type}"))
+    return MegatronCheckpoint(
+        entries,
+        f"megatron:{common.sharding_type}",
+        entries.container,
+        found.step or 0,
+        common.iteration,
+        {"": part},
+        space.model_keys,
+        (*common.notices, *notices, *space.notices, *((open_groups,) if open_groups else ())),
+    )
+
+
+def _chained_groups(entries: Entries, common: Common) -> tuple[GroupSet, tuple[str, ...]]:
+    """Groups of all optimizers, one after the other, from the common state, or from entries of the groups."""
+    sets = [read_groups(value) for value in chained_values(common.optimizer) if _has_groups(value)]
+    if not sets:
+        keys = sorted(key for key in entries.objects if re.search(r"\.optimizer/shard_", key))
+        firsts = {key.partition("dp_group_idx")[0]: key for key in reversed(keys)}
+        sets = [_groups_of(entries, firsts[prefix]) for prefix in sorted(firsts)]
+    steps = {one.step for one in sets if one.step is not None}
+    notices = [line for one in sets for line in one.notices]
+    if len(steps) > 1:
+        notices.append(f"optimizers are at different steps: {', '.join(map(str, sorted(steps)))}")
+    if not sets:
+        notices.append("the checkpoint states no optimizer groups")
+    step = next(iter(steps)) if len(steps) == 1 else (max(steps) if steps else common.iteration)
+    groups = tuple(group for one in sets for group in one.groups) or ({},)
+    return GroupSet(groups, step), tuple(notices)
+
+
+def _has_groups(value: object) -> bool:
+    while isinstance(value, dict):
+        if isinstance(value.get("param_groups"), list):
+            return True
+        value = value.get("optimizer")
+    return False
+
+
+def _groups_of(entries: Entries, key: str) -> GroupSet:
+    archive = entries.load_archive(key)
+    return read_groups(archive.value, archive_numbers(entries.store, archive))
+
+
+def _scaler(entries: Entries, prefix: str = "") -> LossScale | None:
+    for key in entries.objects:
+        if key.startswith(prefix) and "grad_scaler" in key:
+            archive = entries.load_archive(key)
+            return read_loss_scale(archive.value, archive_numbers(entries.store, archive))
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+def _buckets(entries: Entries, common: Common, content: bool) -> MegatronCheckpoint:
+    keys = model_keys(entries)
+    found_units = units(entries, keys, common.args.num_layers)
+    weights = Weights(entries, keys)
+    raw_parts = read_raw_parts(entries)
+    format = f"megatron:{common.sharding_type}"
+    parts: dict[str, MegatronPart] = {}
+    notices = list(common.notices)
+    steps = set()
+    for raw in raw_parts:
+        name = part_name(raw, len(raw_parts) == 1)
+        options, said = _part_options(entries, common, raw, keys)
+        notices += [f"{name}: {line}" if name else line for line in said]
+        steps.add(options.step)
+        parts[name] = read_part(entries, raw, name, format, found_units, weights, options, content=content)
+    if len(steps) > 1:
+        notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
+    notices += _unknown(parts)
+    return MegatronCheckpoint(
+        entries, format, entries.container, max(steps), common.iteration, parts, keys, tuple(dict.fromkeys(notices))
+    )
+
+
+def _unknown(parts: Mapping[str, MegatronPart]) -> list[str]:
+    lines = []
+    for name, part in parts.items():
+        if part.evidence.unknown:
+            where = f"{name}: " if name else ""
+            count, first = len(part.evidence.unknown), part.evidence.unknown[0]
+            lines.append(f"{where}{count} stretches of its buckets are no known param, the first is {first}")
+    return lines
+
+
+def _part_options(
+    entries: Entries, common: Common, raw: RawPart, keys: Sequence[str]
+) -> tuple[PartOptions, tuple[str, ...]]:
+    key = next((k for k in entries.objects if k.startswith(f"{raw.prefix}.optimizer/")), None)
+    found = GroupSet(({},), None, notices=("the checkpoint states no optimizer groups",))
+    if key is not None:
+        found = _groups_of(entries, key)
+    args = common.args
+    pipelines = args.pipeline_parallel or _pipelines(entries)
+    untied = any(k.endswith("output_layer.weight") for k in keys)
+
+    def assign(params: Sequence[ParamSpec]) -> Sequence[int]:
+        return assign_groups(params, found.groups)[0]
+
+    options = PartOptions(
+        found.groups,
+        common.iteration or 0 if found.step is None else found.step,
+        _scaler(entries, f"{raw.prefix}."),
+        assign,
+        pipelines > 1 and not untied,
+        _pipeline_rank(raw, pipelines, args.tensor_parallel or _tensors(entries), args.expert_parallel or 1),
+        _stated_bucket_size(common),
+        None if args.overlap_grad_reduce is None else not args.overlap_grad_reduce,
+    )
+    return options, found.notices
+
+
+def _stated_bucket_size(common: Common) -> int | None:
+    args = common.args
+    if args.overlap_grad_reduce is not True:
+        return None
+    return args.ddp_bucket_size or (default_bucket_size(args.data_parallel) if args.data_parallel else None)
+
+
+def _shard_grid(entries: Entries) -> tuple[int, int]:
+    """(pipeline, tensor) parallel sizes as the key of the RNG state says."""
+    for key in entries.objects:
+        found = re.fullmatch(r"rng_state/shard_\d+\.\d+_(\d+)\.(\d+)", key)
+        if found is not None:
+            return int(found[1]), int(found[2])
+    return 1, 1
+
+
+def _pipelines(entries: Entries) -> int:
+    return _shard_grid(entries)[0]
+
+
+def _tensors(entries: Entries) -> int:
+    return _shard_grid(entries)[1]
+
+
+def _pipeline_rank(raw: RawPart, pipelines: int, tensors: int, experts: int) -> int | None:
+    """Groups are numbered over the model-parallel ranks, pipeline stages outermost; those of experts over theirs."""
+    ranks = tensors * (experts if raw.chained else 1)
+    stage = raw.group // max(ranks, 1)
+    return stage if stage < pipelines else None
