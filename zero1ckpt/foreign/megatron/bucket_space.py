@@ -17,6 +17,7 @@ from ...model.catalog import Catalog, Extents, TablePlacement
 from ...model.state import MAIN_PARAM, Group, LossScale, ParamSpec, PartState, SlotSpec
 from .content import Content
 from .entries import ChunkSource, Entries
+from .layout_file import LayoutGroup
 from .layout_found import find_layout
 from .model import Bucket, Buffer, Evidence, LocalParam, MegatronPart
 from .raw_buckets import MAIN_FIELD, RawBucket, RawBuffer, RawPart
@@ -101,14 +102,49 @@ def read_part(
     options: PartOptions,
     *,
     content: bool = True,
+    stated: LayoutGroup | None = None,
 ) -> MegatronPart:
     """One data-parallel group with its params named. ``content=False`` reads no tensor: by sizes and order alone.
+    ``stated``: what a layout file says of it.
 
-    Stretches that cannot be named get the name of their place, and stand in the evidence as ``unknown``.
+    Stretches that cannot be named get the name of their place, and stand in the evidence as ``unknown``. Raises
+    ``UnsupportedError`` where the layout file speaks of other buckets.
     """
+    if stated is not None:
+        found = _as_stated(raw, stated, found_units)
+        part = _assemble(entries, raw, name, format, found_units, found, options)
+        return replace(part, evidence=replace(part.evidence, by="layout file"))
     source = ChunkSource(entries.store, entries.chunks)
     found = [row for buffer in raw.buffers for row in _name_buffer(buffer, source, found_units, weights, content)]
     return _assemble(entries, raw, name, format, found_units, found, options)
+
+
+def _as_stated(raw: RawPart, stated: LayoutGroup, all_units: Sequence[Unit]) -> list[_Found]:
+    """The stretches that a layout file gives, in registration order."""
+    by_boxes = {unit.boxes: i for i, unit in enumerate(all_units)}
+    if len(stated.buffers) != len(raw.buffers):
+        raise _other_layout(raw, "buffers", len(raw.buffers), len(stated.buffers))
+    found = []
+    for buffer, rows in zip(raw.buffers, stated.buffers, strict=True):
+        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+        if sizes != [bucket.numel_unpadded for bucket in rows.buckets]:
+            raise _other_layout(raw, "buckets", sizes, [bucket.numel_unpadded for bucket in rows.buckets])
+        for row in reversed(rows.params):
+            b = next(k for k, own in enumerate(rows.buckets) if row.start < own.offset + own.numel)
+            unit = by_boxes.get(tuple(held.box for held in row.boxes))
+            stretch = Stretch(row.start - rows.buckets[b].offset, row.numel, () if unit is None else (unit,), True)
+            found.append(_Found(buffer.index, b, stretch, unit, False))
+    return found
+
+
+def _other_layout(raw: RawPart, what: str, found: object, expected: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"the layout file speaks of other {what} than the checkpoint has",
+        param=raw.prefix,
+        found=found,
+        expected=expected,
+        hint="give the layout file of the run that saved it",
+    )
 
 
 def _name_buffer(

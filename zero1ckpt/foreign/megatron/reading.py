@@ -15,6 +15,7 @@ from .common import Common, chained_values, read_common
 from .entries import Entries
 from .folders import container_of
 from .groups import GroupSet, archive_numbers, assign_groups, read_groups, read_loss_scale
+from .layout_file import LayoutFile, read_layout
 from .model import MegatronCheckpoint, MegatronPart
 from .model_space import SpaceOptions, model_keys, read_model_space
 from .raw_buckets import RawPart, read_raw_parts
@@ -27,8 +28,9 @@ _BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
 _MODEL_SPACE = ("fully_reshardable", "fully_sharded_model_space")
 
 
-def describe(path: Path, *, content: bool = True) -> MegatronCheckpoint:
+def describe(path: Path, *, layout_file: Path | None = None, content: bool = True) -> MegatronCheckpoint:
     """An iteration folder as a value. Reads headers and, with ``content``, the ends of tensors that name params.
+    ``layout_file``: says how params lie in buffers (``layout_file``), so that nothing is derived.
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
@@ -39,7 +41,8 @@ def describe(path: Path, *, content: bool = True) -> MegatronCheckpoint:
         from .legacy import open_legacy
 
         return open_legacy(path)
-    return _of_entries(_open(path, container), content)
+    layout = None if layout_file is None else read_layout(layout_file)
+    return _of_entries(_open(path, container), content, layout)
 
 
 def _open(path: Path, container: str) -> Entries:
@@ -50,7 +53,7 @@ def _open(path: Path, container: str) -> Entries:
     return open_zarr(path)
 
 
-def _of_entries(entries: Entries, content: bool) -> MegatronCheckpoint:
+def _of_entries(entries: Entries, content: bool, layout: LayoutFile | None) -> MegatronCheckpoint:
     common = read_common(entries)
     if common.sharding_type is None:
         raise UnsupportedError(
@@ -59,7 +62,7 @@ def _of_entries(entries: Entries, content: bool) -> MegatronCheckpoint:
             hint="it was saved without the optimizer, or with another one",
         )
     if common.sharding_type in _BUCKETS:
-        return _buckets(entries, common, content)
+        return _buckets(entries, common, content, layout)
     if common.sharding_type in _MODEL_SPACE:
         return _model_space(entries, common)
     if common.sharding_type == "dp_zero_gather_scatter":
@@ -141,7 +144,7 @@ def _scaler(entries: Entries, prefix: str = "") -> LossScale | None:
 # ------------------------------------------------------------------------------------------------------------- buckets
 
 
-def _buckets(entries: Entries, common: Common, content: bool) -> MegatronCheckpoint:
+def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile | None) -> MegatronCheckpoint:
     keys = model_keys(entries)
     found_units = units(entries, keys, common.args.num_layers)
     weights = Weights(entries, keys)
@@ -155,7 +158,10 @@ def _buckets(entries: Entries, common: Common, content: bool) -> MegatronCheckpo
         options, said = _part_options(entries, common, raw, keys)
         notices += [f"{name}: {line}" if name else line for line in said]
         steps.add(options.step)
-        parts[name] = read_part(entries, raw, name, format, found_units, weights, options, content=content)
+        stated = None if layout is None else layout.group(raw.chained, raw.group)
+        parts[name] = read_part(
+            entries, raw, name, format, found_units, weights, options, content=content, stated=stated
+        )
     if len(steps) > 1:
         notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
     notices += _unknown(parts)
