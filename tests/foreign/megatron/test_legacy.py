@@ -12,8 +12,8 @@ import pytest
 
 from zero1ckpt.core.casting import cast_bits
 from zero1ckpt.foreign.megatron.entries import ChunkSource
-from zero1ckpt.foreign.megatron.legacy import Legacy, open_legacy
-from zero1ckpt.foreign.megatron.model import MegatronPart
+from zero1ckpt.foreign.megatron.legacy import open_legacy
+from zero1ckpt.foreign.megatron.model import MegatronCheckpoint, MegatronPart
 
 CASES = (
     "mlm0161_gpt_tp2_dp2_b1",
@@ -29,7 +29,7 @@ CASES = (
 )
 
 
-def values(legacy: Legacy, part: MegatronPart, name: str, slot: str) -> np.ndarray:
+def values(legacy: MegatronCheckpoint, part: MegatronPart, name: str, slot: str) -> np.ndarray:
     """A slot of a param, read through the catalog as a copy would."""
     state = part.catalog.state
     param = state.index[name]
@@ -58,9 +58,9 @@ def local_truth(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def truth_rank(legacy: Legacy, part: MegatronPart) -> str:
+def truth_rank(legacy: MegatronCheckpoint, part: MegatronPart) -> str:
     """The model-parallel rank of a part, by the folder that its weights lie in."""
-    folder = legacy.weights[part.name][0].split("/")[0]
+    folder = part.local_params[0].boxes[0].key.split("/")[0]
     numbers = [int(n) for n in folder.removeprefix("mp_rank_").split("_")] + [0]
     moe = any("experts" in key for key in legacy.model_keys)
     tp, second = numbers[0], numbers[1]
@@ -76,7 +76,7 @@ def test_every_element_equals_the_truth(corpus: Callable[..., Path], case: str) 
     for part in legacy.parts.values():
         rank = truth_rank(legacy, part)
         assert part.evidence.ambiguous == ()
-        names = [key.split("/")[-1] for key in legacy.weights[part.name]]
+        names = [local.boxes[0].key.split("/")[-1] for local in part.local_params]
         for spec, own in zip(part.catalog.state.params, names, strict=True):
             for slot in ("fp32_param", "exp_avg", "exp_avg_sq"):
                 field = slot.removeprefix("fp32_")
@@ -105,7 +105,8 @@ def test_weights_belong_to_their_params(corpus: Callable[..., Path], case: str) 
     legacy = open_legacy(corpus(case, "legacy_torch"))
     source = ChunkSource(legacy.entries.store, legacy.entries.chunks)
     for part in legacy.parts.values():
-        for spec, key in zip(part.catalog.state.params, legacy.weights[part.name], strict=True):
+        for spec, local in zip(part.catalog.state.params, part.local_params, strict=True):
+            key = local.boxes[0].key
             tensor = legacy.entries.tensors[key]
             assert (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype)
             chunk = int(tensor.chunks[0])

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...core.boxes import Box
 from ...core.casting import same_after_cast
 from ...core.dtypes import itemsize
 from ...core.errors import CorruptError, MissingError, UnsupportedError
@@ -29,14 +30,14 @@ from ...encodings.torch_archive import Archive, read_archive
 from ...model.catalog import Catalog, Extents, TablePlacement
 from ...model.state import MAIN_PARAM, LossScale, ParamSpec, PartState, SlotSpec
 from ...storage.local import LocalStore
-from .common import Args, Common, chained_values, common_of
+from .common import Args, chained_values, common_of
 from .entries import Chunks, ChunkSource, Entries, Place, StoredTensor
 from .gathered_layout import FoundLayout, PlacedParam, buckets_by_rule
 from .groups import GroupSet, archive_numbers, assign_groups, read_groups, read_loss_scale
-from .model import Bucket, Buffer, Evidence, LocalParam, MegatronPart, PartLayout
+from .model import Bucket, Buffer, Evidence, KeyBox, LocalParam, MegatronCheckpoint, MegatronPart, PartLayout
 from .zero_gather import Item, Walk, walk_in_order
 
-__all__ = ["Legacy", "open_legacy"]
+__all__ = ["open_legacy"]
 
 FORMAT = "megatron:legacy"
 _MODEL_FILE = "model_optim_rng.pt"
@@ -53,39 +54,30 @@ _QUICK = 1024
 _WINDOW = 1 << 20
 
 
-@dataclass(frozen=True)
-class Legacy:
-    """A legacy checkpoint. ``weights``: for each part, the key in ``entries.tensors`` of each local param's weight."""
-
-    entries: Entries
-    common: Common
-    parts: Mapping[str, MegatronPart]
-    weights: Mapping[str, tuple[str, ...]]
-    model_keys: tuple[str, ...]
-    notices: tuple[str, ...] = ()
-
-
-def open_legacy(path: Path) -> Legacy:
+def open_legacy(path: Path) -> MegatronCheckpoint:
     """Reads the ranks' pickles, and of tensors the ends of each param.
 
-    Raises ``MissingError``, ``CorruptError``, and ``UnsupportedError`` where places or names cannot be known.
+    Keys of ``entries.tensors`` are the rank's folder and the name in its state dict. Raises ``MissingError``,
+    ``CorruptError``, and ``UnsupportedError`` where places or names cannot be known.
     """
     store = LocalStore(path)
     ranks = _ranks(store)
     table = _Table()
     read = [_RankReader(store, table, rank).read() for rank in ranks]
     entries = _entries(path, store, ranks, table)
-    offsets = _layer_offsets(read, ranks[0].args, path)
-    parts = _Parts(entries, read, offsets).all()
-    model_keys = tuple(weight.key for rank in read for weight in rank.weights)
-    notices = tuple(dict.fromkeys(notice for made in parts for notice in made.notices))
-    return Legacy(
+    parts, notices = _Parts(entries, read, _layer_offsets(read, ranks[0].args, path)).all()
+    steps = {part.catalog.state.step for part in parts}
+    if len(steps) > 1:
+        notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
+    return MegatronCheckpoint(
         entries,
-        common_of(entries.common),
-        {made.part.name: made.part for made in parts},
-        {made.part.name: made.weights for made in parts},
-        model_keys,
-        notices,
+        FORMAT,
+        "torch",
+        max(steps),
+        common_of(entries.common).iteration,
+        {part.name: part for part in parts},
+        tuple(weight.key for rank in read for weight in rank.weights),
+        tuple(dict.fromkeys(notices)),
     )
 
 
@@ -431,13 +423,6 @@ def _global_name(name: str, pp: int, virtual: int, offsets: Mapping[tuple[int, i
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-@dataclass(frozen=True)
-class _Made:
-    part: MegatronPart
-    weights: tuple[str, ...]
-    notices: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """A buffer whose params are placed: weights in place order, with their starts in the gathered tensors."""
@@ -456,7 +441,7 @@ class _Parts:
     read: Sequence[_Read]
     offsets: Mapping[tuple[int, int, str], int]
 
-    def all(self) -> list[_Made]:
+    def all(self) -> tuple[list[MegatronPart], list[str]]:
         count = max((len(one.optimizers) for one in self.read), default=0)
         if not count:
             raise MissingError(
@@ -469,7 +454,8 @@ class _Parts:
             for optimizer in range(count)
             for group, one in enumerate(self.holders(optimizer, count))
         ]
-        return [self.made(o, g, one, count, len(groups) == 1) for o, g, one in groups]
+        made = [self.made(o, g, one, count, len(groups) == 1) for o, g, one in groups]
+        return [part for part, _ in made], [line for _, lines in made for line in lines]
 
     def holders(self, optimizer: int, count: int) -> list[_Read]:
         """Ranks that hold an optimizer's state, by (pp, ep, tp): their order is the data-parallel groups'."""
@@ -530,7 +516,7 @@ class _Parts:
         scaler = value.get("grad_scaler") if isinstance(value, dict) else None
         return read_loss_scale(scaler, archive_numbers(self.entries.store, one.rank.model))
 
-    def made(self, optimizer: int, group: int, one: _Read, count: int, only: bool) -> _Made:
+    def made(self, optimizer: int, group: int, one: _Read, count: int, only: bool) -> tuple[MegatronPart, list[str]]:
         chained = optimizer if count > 1 else None
         name = "" if only else f"{'' if chained is None else f'chained_{chained}.'}dp_group_idx_{group}"
         placed = _place_all(self.entries, one, self.members(optimizer, one, count), one.optimizers[optimizer] or ())
@@ -737,6 +723,11 @@ def _tail(weights: Sequence[_Weight], worlds: Sequence[int | None], index: int) 
 # ------------------------------------------------------------------------------------------------------ building a part
 
 
+def _whole(weight: _Weight) -> KeyBox:
+    """A rank's weight as a box of itself: the files do not say where it lies in the tensor of all ranks."""
+    return KeyBox(weight.key, Box(tuple(0 for _ in weight.shape), weight.shape))
+
+
 @dataclass(frozen=True)
 class _Builder:
     entries: Entries
@@ -747,7 +738,7 @@ class _Builder:
 
     def build(
         self, name: str, chained: int | None, group: int, groups: GroupSet, loss_scale: LossScale | None
-    ) -> _Made:
+    ) -> tuple[MegatronPart, list[str]]:
         order = self.registration_order()
         index = {weight.key: i for i, weight in enumerate(order)}
         names = self.names(order)
@@ -755,22 +746,21 @@ class _Builder:
         chosen, notice = assign_groups(params, groups.groups)
         params = [replace(param, group=g) for param, g in zip(params, chosen, strict=True)]
         slots = self.slots()
-        step = 0 if groups.step is None else groups.step
+        step = common_of(self.one.rank.state).iteration or 0 if groups.step is None else groups.step
         state = PartState(
             tuple(params), tuple(SlotSpec(s, "float32") for s in slots), step, groups.groups, loss_scale=loss_scale
         )
         catalog = Catalog(FORMAT, "torch", name, state, None, self.placement(index, slots))
         locals_ = tuple(
-            LocalParam(p.name, i, 0, p.numel, p.dtype, p.grad_dtype, p.expert, p.shared_embedding)
-            for i, p in enumerate(params)
+            LocalParam(p.name, i, 0, p.numel, p.dtype, p.grad_dtype, p.expert, p.shared_embedding, (_whole(weight),))
+            for i, (p, weight) in enumerate(zip(params, order, strict=True))
         )
         known = {weight.name: names[i] for i, weight in enumerate(order)}
         ambiguous = tuple(known[n] for placed in self.placed for n in placed.ambiguous)
         evidence = Evidence("order", sum(p.numel for p in params), ambiguous=ambiguous)
         layout = self.layout(index)
         part = MegatronPart(name, catalog, locals_, layout, evidence, chained, group, self.one.rank.pp)
-        notices = (*groups.notices, *(() if notice is None else (notice,)))
-        return _Made(part, tuple(weight.key for weight in order), notices)
+        return part, [f"{name}: {line}" if name else line for line in (*groups.notices, notice) if line]
 
     def registration_order(self) -> list[_Weight]:
         """The state dict's, where all buffers agree with it; else that of the buffers, reversed."""
