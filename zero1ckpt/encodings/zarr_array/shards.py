@@ -169,12 +169,17 @@ class ShardFile:
 def _encode(shard: Shard, payload: memoryview) -> tuple[IntColumn, memoryview]:
     """Stored sizes of the chunks, and the chunks end to end, as tensorstore makes them.
 
+    Without compression they are the payload itself; tensorstore would copy it three times to say so (2.8 to 3.4 times
+    the time of ``cp``). tests/formats/test_zarr.py holds both to the same bytes.
+
     The shard of a flat array is the same bytes as that of the array in its shape, for chunks are runs of it. Values go
     as unsigned integers, so that no bit pattern has a meaning.
     """
+    array = shard.array
+    if array.compression is None:
+        return np.full(shard.chunk_count, array.chunk_nbytes, np.int64), payload
     import tensorstore as ts
 
-    array = shard.array
     values = np.frombuffer(payload, UNSIGNED[array.itemsize])
     chunk = array.chunk_nbytes // array.itemsize
     codec: dict[str, Any] = array.codec
