@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, default=400_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--to", default="", help="only targets whose format/container has this in its name")
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -32,7 +33,8 @@ def measure(work: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         path = work / f"{name}-{container}"
         zero1ckpt.write(path, state, dp_size=8, bucket_size=10_000_000, format=name, container=container)
         sources[name, container] = path
-    return [one_pair(work, sources[src], src, dst, args.rounds) for src in FORMATS for dst in FORMATS]
+    targets = [pair for pair in FORMATS if args.to in "/".join(pair)]
+    return [one_pair(work, sources[src], src, dst, args.rounds) for src in FORMATS for dst in targets]
 
 
 def one_pair(work: Path, path: Path, src: tuple[str, str], dst: tuple[str, str], rounds: int) -> dict[str, Any]:
