@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from ..core.errors import CorruptError, UnsupportedError
 from ..core.layout import Layout
 from ..core.ranges import IntColumn
 from ..encodings.inert_pickle import Dtype, EnumValue, GlobalRef, NumpyArray, Record, TensorRef, Value
-from ..foreign.megatron.model import MegatronCheckpoint, MegatronPart
+from ..foreign.megatron.model import MegatronCheckpoint
+from ..foreign.megatron.proving import prove
+from ..foreign.megatron.reading import describe as read_megatron
 from ..model.catalog import PIECE_BYTES, Catalog
 from ..model.manifest import (
     SCHEMA,
@@ -92,13 +94,12 @@ def describe_megatron(folder: Path, layout_file: str | os.PathLike[str] | None =
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
-    read = import_module("zero1ckpt.foreign.megatron.reading").describe
-    return as_stored(read(folder, layout_file=None if layout_file is None else Path(layout_file)))
+    return as_stored(read_megatron(folder, layout_file=None if layout_file is None else Path(layout_file)))
 
 
 def as_stored(checkpoint: MegatronCheckpoint) -> Stored:
     """A described checkpoint as the verbs see it. Pure, but for the times of its files."""
-    catalogs = {name: part.catalog for name, part in checkpoint.parts.items()}
+    catalogs = {name: _encoded(part.catalog) for name, part in checkpoint.parts.items()}
     if not catalogs:
         raise CorruptError("the checkpoint holds no optimizer state", file=checkpoint.entries.path)
     manifest = Manifest(
@@ -108,7 +109,7 @@ def as_stored(checkpoint: MegatronCheckpoint) -> Stored:
         CHECKSUM,
         PIECE_BYTES,
         "",
-        [_part_manifest(part) for part in checkpoint.parts.values()],
+        [_part_manifest(name, catalog.state) for name, catalog in catalogs.items()],
         [FileEntry(path, nbytes, "") for path, nbytes in sorted(checkpoint.entries.files.items())],
         _extra(checkpoint),
     )
@@ -117,8 +118,13 @@ def as_stored(checkpoint: MegatronCheckpoint) -> Stored:
     return Stored(entries.path, entries.store, manifest, _identity(checkpoint), plugin, catalogs, checkpoint)
 
 
-def _part_manifest(part: MegatronPart) -> PartManifest:
-    state = part.catalog.state
+def _encoded(catalog: Catalog) -> Catalog:
+    """The catalog with hyper-parameters as manifests have them."""
+    groups = tuple(encode_value(dict(group), f"groups[{i}]") for i, group in enumerate(catalog.state.groups))
+    return replace(catalog, state=replace(catalog.state, groups=groups))
+
+
+def _part_manifest(name: str, state: PartState) -> PartManifest:
     params = [
         ParamEntry(
             spec.name,
@@ -133,7 +139,7 @@ def _part_manifest(part: MegatronPart) -> PartManifest:
         for i, spec in enumerate(state.params)
     ]
     slots = [SlotEntry(slot.name, slot.dtype, slot.whole) for slot in state.slots]
-    return PartManifest(part.name, state.step, "", None, slots, [dict(group) for group in state.groups], params)
+    return PartManifest(name, state.step, "", None, slots, [dict(group) for group in state.groups], params)
 
 
 def _identity(checkpoint: MegatronCheckpoint) -> str:
@@ -198,7 +204,6 @@ def _key(key: Value, depth: int) -> Any:
 def prove_map(stored: Stored, progress: Progress | None = None) -> Stored:
     """The same checkpoint with the evidence of all its weights. Reads every main param and weight once."""
     assert stored.megatron is not None
-    prove = import_module("zero1ckpt.foreign.megatron.proving").prove
     return as_stored(prove(stored.megatron, progress))
 
 

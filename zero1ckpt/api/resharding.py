@@ -26,6 +26,7 @@ from ..storage.rendezvous import Ranks
 from .checkpoint import Checkpoint
 from .commit import window_bytes, workers_or_default
 from .executing import execute
+from .mapping import map_digest
 from .stored import Stored, describe, part_prefix
 from .writing import make_rules, parse_bucket_size
 
@@ -83,6 +84,7 @@ class ReshardPlan:
             "container": self.format.container,
             "options": repr(self.options),
             "layout": [repr(rule) for rule in rules],
+            **({} if self.stored.megatron is None else {"map": map_digest(self.stored)}),
         }
 
     def parts(self) -> Iterator[PartCopy]:
@@ -157,7 +159,7 @@ def plan_reshard(
     size = None if bucket_size is None else parse_bucket_size(bucket_size)
     make_rules(1 if to_dp is None else to_dp, size)
     _check_from_dp(stored, from_dp)
-    if plugin.keeps_layout and to_dp is None and _dense_dp(stored) is None:
+    if plugin.keeps_layout and to_dp is None and any(_old_rules(stored, part) is None for part in stored.catalogs):
         raise UsageError(
             "the checkpoint has no dp size, and the target needs one", file=stored.path, hint="pass --to-dp"
         )

@@ -103,6 +103,7 @@ class CarriedEvidence(_Entry, frozen=True):
     proved: int | None = None
     ambiguous: tuple[str, ...] = ()
     unproved: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 class CarriedPart(_Entry, frozen=True):
@@ -229,11 +230,13 @@ class Piece:
 def from_checkpoint(checkpoint: MegatronCheckpoint) -> tuple[Carried, list[Piece]]:
     """What is kept of a checkpoint whose map is proved (``proving.prove``), and what to copy into ``entries.bin``.
 
-    Model tensors of params that are not proved are copied. Reads no tensor.
+    Model tensors of params that are not proved are copied. Of the legacy container whole files are kept, less the
+    optimizer's state, and no tensors or objects. Reads no tensor.
     """
     collector = _Collector(checkpoint)
-    objects = tuple(collector.object(key) for key in sorted(_other_objects(checkpoint)))
-    tensors = tuple(collector.tensor(key) for key in sorted(_other_tensors(checkpoint)))
+    apart = checkpoint.container != "torch"  # whose entries lie in files that are kept whole
+    objects = tuple(collector.object(key) for key in sorted(_other_objects(checkpoint)) if apart)
+    tensors = tuple(collector.tensor(key) for key in sorted(_other_tensors(checkpoint)) if apart)
     carried = Carried(
         SCHEMA,
         checkpoint.format,
@@ -359,7 +362,14 @@ def _carried_part(part: MegatronPart) -> CarriedPart:
     return CarriedPart(
         part.name,
         tuple(_carried_local(local) for local in part.local_params),
-        CarriedEvidence(proof.by, proof.elements, proof.proved, tuple(proof.ambiguous), tuple(proof.unproved)),
+        CarriedEvidence(
+            proof.by,
+            proof.elements,
+            proof.proved,
+            tuple(proof.ambiguous),
+            tuple(proof.unproved),
+            tuple(proof.unknown),
+        ),
         None if layout is None else tuple(map(_carried_buffer, layout.buffers)),
         layout.dp_size if layout else None,
         layout.bucket_size if layout else None,
@@ -415,7 +425,7 @@ def _buffer(row: CarriedBuffer) -> Buffer:
 def evidence_of(part: CarriedPart) -> Evidence:
     """The evidence of a carried part, as the model has it."""
     proof = part.evidence
-    return Evidence(proof.by, proof.elements, proof.proved, proof.ambiguous, proof.unproved)
+    return Evidence(proof.by, proof.elements, proof.proved, proof.ambiguous, proof.unproved, proof.unknown)
 
 
 # ------------------------------------------------------------------------------------------------------- the way back
