@@ -14,8 +14,12 @@ from itertools import pairwise
 
 from ...core.errors import UnsupportedError
 from ...core.layout import PARAM_ALIGN
+from .common import Common
+from .entries import Entries
+from .model import MegatronCheckpoint
+from .model_space import model_keys
 
-__all__ = ["Item", "Walk", "walk_in_order"]
+__all__ = ["Item", "Walk", "read_zero_gather", "walk_in_order"]
 
 Matches = Callable[[int, int], bool]
 """(item, start) -> whether the item can be there."""
@@ -184,3 +188,12 @@ def _collect(layers: Sequence[dict[_State, _Node]], ends: dict[_State, _Node]) -
         others.append(frozenset(seen - {start}))
         alive = before
     return Walk(tuple(starts[::-1]), tuple(others[::-1]), tuple(fresh[::-1]))
+
+
+def read_zero_gather(entries: Entries, common: Common) -> MegatronCheckpoint:
+    """A ``dp_zero_gather_scatter`` checkpoint: what ``gathered.read_gathered`` makes of it."""
+    from .gathered import read_gathered
+    from .reading import _part_options
+
+    keys = model_keys(entries)
+    return read_gathered(entries, common, lambda raw: _part_options(entries, common, raw, keys))

@@ -1,0 +1,403 @@
+"""``dp_zero_gather_scatter``: an object for each data-parallel group that holds what rank 0 gathered.
+
+Neither the params nor the buckets are named. The gathered buffer is cut into params as a bucket is, but for the places
+where a bucket may have ended (``zero_gather``): all sets of such places that agree with the content are looked at, the
+params are named for each (``bucket_space``), and what is not the same in all of the best is ambiguous.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from pathlib import PurePath
+
+import numpy as np
+
+from ...core.errors import CorruptError, UnsupportedError
+from ...core.layout import PARAM_ALIGN
+from ...encodings.inert_pickle import Dtype, TensorRef, Value
+from ...encodings.torch_archive import Archive
+from .bucket_space import PartOptions, part_name, read_part
+from .common import Args, Common
+from .content import Content
+from .entries import ChunkSource, Entries, Place, unwrapped
+from .gathered_layout import PlacedParam, buckets_by_rule
+from .model import Buffer, Evidence, LocalParam, MegatronCheckpoint, MegatronPart
+from .model_space import model_keys
+from .raw_buckets import MAIN_FIELD, RawBucket, RawBuffer, RawField, RawPart
+from .weights import Unit, Weights, units
+
+__all__ = ["Options", "read_gathered"]
+
+FORMAT = "megatron:dp_zero_gather_scatter"
+_KEY = re.compile(r"((?:chained_\d+\.)*)(optimizer\.distributed\.dp_group_idx_(\d+))\.param_state/shard_[\d.]+_[\d.]+")
+_MOST = 12
+"""Sets of bucket bounds that are looked at."""
+_MAX_STEPS = 200_000
+
+Options = Callable[[RawPart], tuple[PartOptions, Sequence[str]]]
+"""What a checkpoint says of a part beside its buckets, and notices."""
+Matches = Callable[[int, int], bool]
+
+
+def read_gathered(entries: Entries, common: Common, options: Options, *, content: bool = True) -> MegatronCheckpoint:
+    """A checkpoint of this format. Raises ``CorruptError``, ``UnsupportedError``, ``MissingError``."""
+    entries, gathered = _open(entries)
+    keys = model_keys(entries)
+    found_units = units(entries, keys, common.args.num_layers)
+    weights = Weights(entries, keys)
+    parts: dict[str, MegatronPart] = {}
+    notices = list(common.notices)
+    for one in gathered:
+        raw = one.raw([()] * len(one.buffers))
+        name = part_name(raw, len(gathered) == 1)
+        told, said = options(raw)
+        notices += [f"{name}: {line}" if name else line for line in said]
+        parts[name] = _Finder(entries, one, name, found_units, weights, told, common.args, content).part()
+    steps = sorted({part.catalog.state.step for part in parts.values()})
+    if len(steps) > 1:
+        notices.append(f"parts are at different steps: {', '.join(map(str, steps))}")
+    made = tuple(dict.fromkeys(notices))
+    return MegatronCheckpoint(
+        entries, FORMAT, entries.container, max(steps, default=0), common.iteration, parts, keys, made
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- objects
+
+
+@dataclass(frozen=True, slots=True)
+class _GatheredBuffer:
+    """One buffer: for each field the chunk that is its whole tensor, of ``total`` elements."""
+
+    index: int
+    param_dtype: str
+    grad_dtype: str
+    fields: Mapping[str, int]
+    total: int
+
+    def bucket(self, index: int, low: int, high: int) -> RawBucket:
+        """Elements [low, high) as a bucket: its first element is the chunk's element ``low``."""
+        fields = {
+            name: RawField("float32", 4, _column(-low), _column(self.total), _column(chunk))
+            for name, chunk in self.fields.items()
+        }
+        return RawBucket(index, high - low, None, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """One data-parallel group's object."""
+
+    prefix: str
+    chained: int | None
+    group: int
+    buffers: tuple[_GatheredBuffer, ...]
+
+    def raw(self, inner: Sequence[Sequence[int]]) -> RawPart:
+        """As buckets that begin at 0 and at the given places of each buffer."""
+        buffers = []
+        for buffer, places in zip(self.buffers, inner, strict=True):
+            bounds = [0, *places, buffer.total]
+            buckets = tuple(buffer.bucket(i, low, high) for i, (low, high) in enumerate(pairwise(bounds)))
+            buffers.append(RawBuffer(buffer.index, buffer.param_dtype, buffer.grad_dtype, buckets))
+        return RawPart(self.prefix, self.chained, self.group, tuple(buffers))
+
+
+def _column(value: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array([value], np.int64)
+
+
+def _open(entries: Entries) -> tuple[Entries, list[_Gathered]]:
+    """All groups by optimizer and number, their tensors as chunks of the entries."""
+    places: list[Place] = []
+    nbytes: list[int] = []
+    found = []
+    for key in entries.objects:
+        named = _KEY.fullmatch(key)
+        if named is None:
+            continue
+        reader = _Object(entries, key, len(entries.chunks), places, nbytes)
+        numbers = [int(number) for number in re.findall(r"\d+", named[1])]
+        chained = numbers[-1] if numbers else None
+        found.append(_Gathered(named[1] + named[2], chained, int(named[3]), tuple(reader.buffers())))
+    if not found:
+        raise CorruptError("the checkpoint lacks the optimizer's gathered state", file=entries.path)
+    found.sort(key=lambda one: (-1 if one.chained is None else one.chained, one.group))
+    return entries.with_chunks(places, nbytes)[0], found
+
+
+@dataclass(frozen=True)
+class _Object:
+    """Reads the object of one group; its tensors are added to ``places`` and ``nbytes``."""
+
+    entries: Entries
+    key: str
+    first: int
+    places: list[Place]
+    nbytes: list[int]
+
+    def buffers(self) -> Iterator[_GatheredBuffer]:
+        archive = self.entries.load_archive(self.key)
+        file = PurePath(archive.file).relative_to(self.entries.store.root).as_posix()
+        value = unwrapped(archive.value)
+        if not isinstance(value, dict):
+            raise self.corrupt("the optimizer's gathered state is no dict", type(value).__name__)
+        if value.get("buckets_coalesced") is not True:
+            raise UnsupportedError(
+                "the optimizer's gathered state is in a form that is not known", file=archive.file, param=self.key
+            )
+        for index in sorted(key for key in value if type(key) is int):
+            yield self.buffer(archive, file, index, value[index])
+
+    def buffer(self, archive: Archive, file: str, index: int, by_dtype: Value) -> _GatheredBuffer:
+        if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
+            raise self.corrupt("a buffer's state is not that of one pair of dtypes", type(by_dtype).__name__)
+        ((dtypes, slots),) = by_dtype.items()
+        if not isinstance(dtypes, tuple) or len(dtypes) != 2 or not all(isinstance(d, Dtype) for d in dtypes):
+            raise self.corrupt("a buffer's key is no pair of dtypes", repr(dtypes)[:80])
+        tensors = {str(k): v for k, v in slots.items() if isinstance(v, TensorRef)} if isinstance(slots, dict) else {}
+        sizes = {tensor.numel for tensor in tensors.values()}
+        if MAIN_FIELD not in tensors or len(sizes) != 1:
+            raise self.corrupt("fields of a buffer differ in size, or main params are missing", sorted(sizes))
+        (total,) = sizes
+        stated = slots.get("numel_unpadded")
+        if type(stated) is int and stated != total:
+            raise self.corrupt("a buffer has another size than it states", total)
+        fields = {name: self.chunk(archive, file, tensor) for name, tensor in tensors.items()}
+        return _GatheredBuffer(index, dtypes[0].name, dtypes[1].name, fields, total)
+
+    def chunk(self, archive: Archive, file: str, tensor: TensorRef) -> int:
+        place = archive.locate(tensor)
+        if tensor.dtype != "float32" or not place.contiguous:
+            raise UnsupportedError(
+                "gathered state is no plain float32 tensor", file=archive.file, param=self.key, found=tensor.dtype
+            )
+        self.places.append((file, place.offset))
+        self.nbytes.append(place.nbytes)
+        return self.first + len(self.places) - 1
+
+    def corrupt(self, problem: str, found: object) -> CorruptError:
+        return CorruptError(problem, file=self.entries.path, param=self.key, found=found)
+
+
+# --------------------------------------------------------------------------------------------------- bounds of buckets
+
+
+def bucket_bounds(total: int, sizes: Sequence[int], matches: Matches) -> list[tuple[int, ...]]:
+    """Sets of places inside a gathered buffer where buckets visibly begin, such that params tile it; the fewest first.
+
+    Only those places count that are no multiple of 64 from the bucket's start: others change no param's place.
+    """
+    graph = _Graph(total, sizes, matches)
+    graph.explore()
+    return list(graph.best_first())
+
+
+@dataclass
+class _Graph:
+    """States are (where the next param begins, its bucket's start modulo 64)."""
+
+    total: int
+    sizes: Sequence[int]
+    matches: Matches
+
+    def explore(self) -> None:
+        self.edges: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        todo = [(0, 0)]
+        while todo:
+            state = todo.pop()
+            if state in self.edges or state[0] >= self.total:
+                continue
+            if len(self.edges) > _MAX_STEPS:
+                raise UnsupportedError("there are too many ways to cut a gathered buffer into params")
+            self.edges[state] = set(self.after(*state))
+            todo += self.edges[state]
+        self.alive()
+
+    def after(self, start: int, base: int) -> Iterator[tuple[int, int]]:
+        for size in self.sizes:
+            end = start + size
+            if end > self.total or not self.matches(start, size):
+                continue
+            if end == self.total:
+                yield end, 0
+                continue
+            near = end + (base - end) % PARAM_ALIGN
+            yield near, base
+            if near != end:
+                yield end, end % PARAM_ALIGN
+
+    def alive(self) -> None:
+        """Fewest visible bounds from each state to the end."""
+        self.left: dict[tuple[int, int], int] = {(self.total, 0): 0}
+        for state in sorted(self.edges, reverse=True):
+            costs = [self.left[s] + self.begins(state, s) for s in self.edges[state] if s in self.left]
+            if costs:
+                self.left[state] = min(costs)
+
+    def begins(self, state: tuple[int, int], follows: tuple[int, int]) -> bool:
+        return follows[1] != state[1] and follows[0] != self.total
+
+    def best_first(self) -> Iterator[tuple[int, ...]]:
+        if (0, 0) not in self.left:
+            return
+        tie = count()
+        heap: list[tuple[int, int, tuple[int, int], tuple[int, ...]]] = [(self.left[0, 0], next(tie), (0, 0), ())]
+        seen: set[tuple[tuple[int, int], tuple[int, ...]]] = set()
+        found = 0
+        for _ in range(_MAX_STEPS):
+            if not heap or found >= _MOST:
+                return
+            _, _, state, bounds = heapq.heappop(heap)
+            if (state, bounds) in seen:
+                continue
+            seen.add((state, bounds))
+            if state[0] >= self.total:
+                found += 1
+                yield bounds
+                continue
+            for follows in self.edges[state]:
+                if follows in self.left:
+                    grown = (*bounds, follows[0]) if self.begins(state, follows) else bounds
+                    heapq.heappush(heap, (len(grown) + self.left[follows], next(tie), follows, grown))
+
+
+# ------------------------------------------------------------------------------------------------------------ one part
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Finds buckets and params of one group."""
+
+    entries: Entries
+    gathered: _Gathered
+    name: str
+    units: Sequence[Unit]
+    weights: Weights
+    options: PartOptions
+    args: Args
+    content: bool
+
+    def part(self) -> MegatronPart:
+        choices = [self.choices(buffer) for buffer in self.gathered.buffers]
+        tried = [self.read(inner) for inner in _combined(choices)]
+        fewest = min(_doubt(part) for part in tried)
+        best = [part for part in tried if _doubt(part) == fewest]
+        ruled = [(part, inner) for part in best if (inner := self.by_rule(part)) is not None]
+        if ruled:  # a map that Megatron's layout rule makes is admissible; one that it cannot make is not
+            best = [self.read(inner) for inner in dict.fromkeys(inner for _, inner in ruled)]
+        return _agreed(best)
+
+    def read(self, inner: Sequence[Sequence[int]]) -> MegatronPart:
+        raw = self.gathered.raw(inner)
+        args = (self.entries, raw, self.name, FORMAT, self.units, self.weights, self.options)
+        return read_part(*args, content=self.content)
+
+    def choices(self, buffer: _GatheredBuffer) -> list[tuple[int, ...]]:
+        """Sets of bounds of one buffer; without content, or where nothing fits, that of one bucket."""
+        if not self.content:
+            return [()]
+        whole = buffer.bucket(0, 0, buffer.total)
+        source = ChunkSource(self.entries.store, self.entries.chunks)
+        lookup = Content(self.units, self.weights, "float32")
+
+        def read(start: int, size: int) -> bytearray:
+            return whole.fields[MAIN_FIELD].read(source, start, size)
+
+        def matches(start: int, size: int) -> bool:
+            return bool(lookup.matches(read, start, size, buffer.param_dtype))
+
+        return bucket_bounds(buffer.total, sorted(lookup.numels(buffer.param_dtype)), matches) or [()]
+
+    def by_rule(self, part: MegatronPart) -> tuple[tuple[int, ...], ...] | None:
+        """All bounds of every buffer, by the layout rule; None where no rule gives the places found."""
+        if part.layout is None or part.evidence.unknown:
+            return None
+        found = []
+        for buffer, held in zip(part.layout.buffers, self.gathered.buffers, strict=True):
+            inner = self.buffer_by_rule(part, buffer, held.total)
+            if inner is None:
+                return None
+            found.append(inner)
+        return tuple(found)
+
+    def buffer_by_rule(self, part: MegatronPart, buffer: Buffer, total: int) -> tuple[int, ...] | None:
+        begins = np.cumsum([0, *(bucket.numel_unpadded for bucket in buffer.buckets)]).tolist()
+        starts = [begins[b] + buffer.starts[i] for b, k in enumerate(buffer.buckets) for i in range(k.first, k.last)]
+        locals_ = [part.local_params[i] for i in buffer.params]
+        closed = [k.numel_unpadded for k in buffer.buckets[:-1]]
+        thresholds = [] if not closed else [min(closed)]
+        for shared in _shared_choices(locals_, self.options.tied):
+            params = [
+                PlacedParam(local.name, local.numel, local.buffer_key, i in shared, start)
+                for i, (local, start) in enumerate(zip(locals_, starts, strict=True))
+            ]
+            overlaps = part.pipeline_rank in (None, 0)
+            found = buckets_by_rule(params, total, self.args, thresholds, overlaps=overlaps)
+            if found is not None:
+                sizes = [bucket.numel_unpadded for bucket in found.buckets]
+                return tuple(np.cumsum(sizes).tolist()[:-1])
+        return None
+
+
+def _shared_choices(locals_: Sequence[LocalParam], tied: bool) -> list[frozenset[int]]:
+    """Which params may be embeddings that stages share: none, or one whose name is an embedding's. Where the model is
+    ``tied``, that one first.
+    """
+    ends = ("embedding.weight", "embeddings.weight", "output_layer.weight")
+    named = [i for i, local in enumerate(locals_) if any(held.key.endswith(ends) for held in local.boxes)]
+    none, each = frozenset[int](), [frozenset((i,)) for i in named]
+    return [*each, none] if tied else [none, *each]
+
+
+def _combined(choices: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[tuple[int, ...], ...]]:
+    """One choice for each buffer; where those are too many, the first of each but one."""
+    combined: list[tuple[tuple[int, ...], ...]] = [()]
+    for own in choices:
+        chosen = own if len(combined) * len(own) <= _MOST else own[:1]
+        combined = [(*before, one) for before in combined for one in chosen]
+    return combined
+
+
+def _doubt(part: MegatronPart) -> tuple[int, int]:
+    return len(part.evidence.unknown), len(part.evidence.unproved)
+
+
+def _agreed(parts: Sequence[MegatronPart]) -> MegatronPart:
+    """The first of several maps; params that another one places elsewhere are ambiguous."""
+    first = parts[0]
+    differ = {name for other in parts[1:] for name in _differences(first, other)}
+    if not differ:
+        return first
+    old = first.evidence
+    names = [param.name for param in first.catalog.state.params]
+    ambiguous = tuple(name for name in names if name in differ or name in old.ambiguous)
+    evidence = Evidence(old.by, old.elements, old.proved, ambiguous, old.unproved, old.unknown)
+    return replace(first, evidence=evidence)
+
+
+def _differences(one: MegatronPart, other: MegatronPart) -> Iterator[str]:
+    places = _places(other)
+    for name, place in _places(one).items():
+        if places.get(name) != place:
+            yield name
+
+
+def _places(part: MegatronPart) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Where each param's elements lie, by name."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    assert part.layout is not None
+    params = part.catalog.state.params
+    for buffer in part.layout.buffers:
+        at = 0
+        for bucket in buffer.buckets:
+            for i in range(bucket.first, bucket.last):
+                local = part.local_params[buffer.params[i]]
+                name = params[local.param].name
+                found[name] = (*found.get(name, ()), (buffer.index, local.start, at + buffer.starts[i]))
+            at += bucket.numel_unpadded
+    return {name: tuple(sorted(rows)) for name, rows in found.items()}
