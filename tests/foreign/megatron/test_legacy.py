@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.foreign.megatron.legacy_writer import Param, Style, gpt_layer, random_state, write_rank
 from zero1ckpt.core.casting import cast_bits
+from zero1ckpt.core.errors import MissingError, UnsupportedError
+from zero1ckpt.core.layout import LayoutRules
 from zero1ckpt.foreign.megatron.entries import ChunkSource
 from zero1ckpt.foreign.megatron.legacy import open_legacy
 from zero1ckpt.foreign.megatron.model import MegatronCheckpoint, MegatronPart
+from zero1ckpt.foreign.megatron.proving import prove
 
 CASES = (
     "mlm0161_gpt_tp2_dp2_b1",
@@ -152,3 +157,157 @@ def test_loss_scale_and_order_of_a_fp16_run(corpus: Callable[..., Path]) -> None
     assert part.catalog.state.loss_scale is not None
     assert part.catalog.state.loss_scale.scale == 256.0
     assert part.evidence.by == "order"
+
+
+# -------------------------------------------------------------------------------------------- what no real file shows
+
+ARGS = {"num_layers": 2, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 2}
+MODEL = [
+    Param("embedding.word_embeddings.weight", (11, 6)),
+    *gpt_layer("decoder.layers.0"),
+    *gpt_layer("decoder.layers.1"),
+    Param("decoder.final_layernorm.weight", (6,)),
+    Param("output_layer.weight", (11, 6)),
+]
+
+
+def check(legacy: MegatronCheckpoint, part: str, state: Any, names: dict[str, str] | None = None) -> None:
+    """Every param of a part has its values, by proof and by what was written."""
+    proved = prove(legacy).parts[part]
+    assert proved.evidence.proved == proved.evidence.elements
+    assert (proved.evidence.ambiguous, proved.evidence.unproved) == ((), ())
+    for spec in proved.catalog.state.params:
+        own = (names or {}).get(spec.name, spec.name)
+        for slot in ("param", "exp_avg", "exp_avg_sq"):
+            ours = "fp32_param" if slot == "param" else slot
+            np.testing.assert_array_equal(values(legacy, proved, spec.name, ours), state[own][slot].numpy(), spec.name)
+
+
+@pytest.mark.parametrize("young", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("bucket_size", [None, 1, 70, 200])
+@pytest.mark.parametrize("dp", [1, 3])
+def test_buckets_of_any_size(tmp_path: Path, bucket_size: int | None, dp: int, views: bool, young: bool) -> None:
+    state = random_state(MODEL, young=young)
+    write_rank(tmp_path / "mp_rank_00", [MODEL], state, ARGS, Style(LayoutRules(dp, bucket_size), views=views))
+    legacy = open_legacy(tmp_path)
+    check(legacy, "", state)
+    assert [spec.name for spec in legacy.parts[""].catalog.state.params] == [param.name for param in MODEL]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("align", [64, 1])
+@pytest.mark.parametrize("views", [False, True])
+def test_state_a_bucket_of_before_2024(tmp_path: Path, padded: bool, align: int, views: bool) -> None:
+    state = random_state(MODEL)
+    rules = LayoutRules(2, 150, param_align=align, bucket_align=align)
+    style = Style(rules, views=views, coalesced=False, padded=padded, dtype_pair=False)
+    write_rank(tmp_path / "mp_rank_00", [MODEL], state, ARGS, style)
+    check(open_legacy(tmp_path), "", state)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_tensors_that_are_no_params(tmp_path: Path, views: bool) -> None:
+    """Buffers and frozen params stand among the params in the state dict, and in no buffer of the optimizer."""
+    model = [*MODEL]
+    model.insert(5, Param("decoder.layers.0.mlp.router.expert_bias", (4,), "float32", buffer=True))
+    model.insert(9, Param("decoder.layers.1.frozen.weight", (9, 5), buffer=True))
+    model.insert(3, Param("decoder.layers.0.frozen.bias", (3,), buffer=True))
+    state = random_state(model)
+    write_rank(tmp_path / "mp_rank_00", [model], state, ARGS, Style(LayoutRules(2, 100), views=views))
+    legacy = open_legacy(tmp_path)
+    check(legacy, "", state)
+    assert [spec.name for spec in legacy.parts[""].catalog.state.params] == [param.name for param in MODEL]
+
+
+def test_virtual_pipeline_chunks(tmp_path: Path) -> None:
+    """Two stages of two chunks of one layer: layers 0 and 2 are the first stage's."""
+    args = ARGS | {"num_layers": 4, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    for stage in range(2):
+        head = [Param("embedding.word_embeddings.weight", (11, 6))] if stage == 0 else []
+        tail = [Param("output_layer.weight", (11, 6))] if stage == 1 else []
+        first = [*head, *gpt_layer("decoder.layers.0")]
+        second = [*gpt_layer("decoder.layers.0"), *tail]
+        write_chunks(tmp_path / f"mp_rank_00_{stage:03d}", [first, second], stage, args)
+    legacy = open_legacy(tmp_path)
+    for stage in range(2):
+        part = prove(legacy).parts[f"dp_group_idx_{stage}"]
+        assert part.evidence.proved == part.evidence.elements
+        layers = {name.split(".")[2] for name in part.catalog.state.index if name.startswith("decoder.layers.")}
+        assert layers == {str(stage), str(2 + stage)}
+        assert part.layout is not None and len(part.layout.buffers) == 2
+        for virtual in range(2):
+            expected = random_state(gpt_layer("decoder.layers.0"), seed=100 * stage + virtual)
+            for name, slots in expected.items():
+                ours = name.replace("layers.0", f"layers.{2 * virtual + stage}")
+                np.testing.assert_array_equal(values(legacy, part, ours, "exp_avg"), slots["exp_avg"].numpy())
+
+
+def write_chunks(folder: Path, chunks: list[list[Param]], stage: int, args: dict[str, Any]) -> None:
+    """Chunks whose params have the same names: written apart, and put together."""
+    import torch
+
+    saved: dict[str, Any] = {}
+    gathered: dict[Any, Any] = {"buckets_coalesced": True}
+    for virtual, params in enumerate(chunks):
+        layer = random_state(gpt_layer("decoder.layers.0"), seed=100 * stage + virtual)
+        state = random_state(params, seed=7) | layer
+        part = folder.with_name(f"part_{stage}_{virtual}")
+        write_rank(part, [params], state, args, Style(LayoutRules(2, 100 if virtual == stage == 0 else None)))
+        one = torch.load(part / "model_optim_rng.pt", weights_only=False)
+        saved = {**one, **saved, f"model{virtual}": one["model"]}
+        gathered[virtual] = torch.load(part / "distrib_optim.pt", weights_only=False)[0]
+        shutil.rmtree(part)
+    del saved["model"]
+    folder.mkdir()
+    torch.save(saved, folder / "model_optim_rng.pt")
+    torch.save(gathered, folder / "distrib_optim.pt")
+
+
+def test_a_tied_tensor_counts_once(tmp_path: Path) -> None:
+    import torch
+
+    state = random_state(MODEL)
+    write_rank(tmp_path / "mp_rank_00", [MODEL], state, ARGS, Style())
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    saved["model"]["another.name"] = saved["model"]["output_layer.weight"]
+    torch.save(saved, file)
+    legacy = open_legacy(tmp_path)
+    check(legacy, "", state)
+    assert "another.name" not in legacy.parts[""].catalog.state.index
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    write_rank(tmp_path / "mp_rank_00", [MODEL], random_state(MODEL), ARGS, Style(views=False))
+    other = tmp_path / "other"
+    write_rank(other / "mp_rank_00", [MODEL], random_state(MODEL, seed=1), ARGS, Style(views=False))
+    shutil.copy(other / "mp_rank_00" / "model_optim_rng.pt", tmp_path / "mp_rank_00")
+    shutil.rmtree(other)
+    with pytest.raises(UnsupportedError, match="where each param lies cannot be known"):
+        open_legacy(tmp_path)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    args = ARGS | {"tensor_model_parallel_size": 2}
+    write_rank(tmp_path / "mp_rank_00", [MODEL], random_state(MODEL), args, Style())
+    with pytest.raises(MissingError, match="folder of tensor rank 1, pipeline rank 0, expert rank 0 is missing"):
+        open_legacy(tmp_path)
+
+
+def test_a_missing_optimizer_file_is_named(tmp_path: Path) -> None:
+    args = ARGS | {"tensor_model_parallel_size": 2}
+    for rank in range(2):
+        write_rank(tmp_path / f"mp_rank_0{rank}", [MODEL], random_state(MODEL, seed=rank), args, Style())
+    (tmp_path / "mp_rank_01" / "distrib_optim.pt").unlink()
+    with pytest.raises(MissingError, match=r"mp_rank_01/distrib_optim\.pt"):
+        open_legacy(tmp_path)
+    (tmp_path / "mp_rank_00" / "distrib_optim.pt").unlink()
+    with pytest.raises(MissingError, match=r"no rank's folder has a distrib_optim\.pt"):
+        open_legacy(tmp_path)
+
+
+def test_a_second_number_needs_the_args(tmp_path: Path) -> None:
+    write_rank(tmp_path / "mp_rank_00_000", [MODEL], random_state(MODEL), {}, Style())
+    with pytest.raises(UnsupportedError, match="may be a pipeline or an expert rank"):
+        open_legacy(tmp_path)

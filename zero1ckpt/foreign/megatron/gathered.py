@@ -187,14 +187,20 @@ class _Object:
 # --------------------------------------------------------------------------------------------------- bounds of buckets
 
 
-def bucket_bounds(total: int, sizes: Sequence[int], matches: Matches) -> list[tuple[int, ...]]:
+def bucket_bounds(
+    total: int, sizes: Sequence[int], matches: Matches, empty: Matches = lambda start, size: True
+) -> list[tuple[int, ...]]:
     """Sets of places inside a gathered buffer where buckets visibly begin, such that params tile it; the fewest first.
 
     Only those places count that are no multiple of 64 from the bucket's start: others change no param's place.
+    ``empty``: whether elements can be a gap inside a bucket; not asked where no tiling would be left.
     """
-    graph = _Graph(total, sizes, matches)
-    graph.explore()
-    return list(graph.best_first())
+    for gaps in (empty, lambda start, size: True):
+        graph = _Graph(total, sizes, matches, gaps)
+        graph.explore()
+        if found := list(graph.best_first()):
+            return found
+    return []
 
 
 @dataclass
@@ -204,6 +210,7 @@ class _Graph:
     total: int
     sizes: Sequence[int]
     matches: Matches
+    empty: Matches
 
     def explore(self) -> None:
         self.edges: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -227,7 +234,8 @@ class _Graph:
                 yield end, 0
                 continue
             near = end + (base - end) % PARAM_ALIGN
-            yield near, base
+            if near == end or (near < self.total and self.empty(end, near - end)):
+                yield near, base
             if near != end:
                 yield end, end % PARAM_ALIGN
 
@@ -311,7 +319,11 @@ class _Finder:
         def matches(start: int, size: int) -> bool:
             return bool(lookup.matches(read, start, size, buffer.param_dtype))
 
-        return bucket_bounds(buffer.total, sorted(lookup.numels(buffer.param_dtype)), matches) or [()]
+        def empty(start: int, size: int) -> bool:
+            return not any(any(field.read(source, start, size)) for field in whole.fields.values())
+
+        sizes = sorted(lookup.numels(buffer.param_dtype))
+        return bucket_bounds(buffer.total, sizes, matches, empty) or [()]
 
     def by_rule(self, part: MegatronPart) -> tuple[tuple[int, ...], ...] | None:
         """All bounds of every buffer, by the layout rule; None where no rule gives the places found."""

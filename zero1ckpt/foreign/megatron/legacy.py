@@ -11,7 +11,7 @@ the buffer that they lay in, as torch saves them, their places in it show order 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -623,14 +623,22 @@ class _Placer:
                 known[index, start] = self.same(order[index], start, _QUICK)
             return known[index, start]
 
-        found = walk_in_order(items, self.world.total, matches, bounds=self.world.bounds, align=align)
+        def run(empty: Callable[[int, int], bool]) -> Walk | None:
+            return walk_in_order(items, self.world.total, matches, bounds=self.world.bounds, align=align, empty=empty)
+
+        found = run(lambda start, end: True)
         if found is None or not any(found.others):
             return found
         for index, item_starts in enumerate(found.others):
             for start in (*item_starts, found.starts[index]):
                 if item_starts and start is not None:
                     known[index, start] = self.same(order[index], start, None)
-        return walk_in_order(items, self.world.total, matches, bounds=self.world.bounds, align=align)
+        # Biases that are still zero look like the gap beside them, their moments do not: gaps are gathered as zeros.
+        return run(self.empty) or run(lambda start, end: True)
+
+    def empty(self, start: int, end: int) -> bool:
+        """Whether all slots are zero in a range."""
+        return not any(any(self.read(slot, start, end - start)) for slot in self.world.slots)
 
     def same(self, weight: _Weight, start: int, ends: int | None) -> bool:
         """Whether main params from ``start`` on are a weight's, when cast; of all elements, or of those at its ends."""

@@ -23,6 +23,8 @@ __all__ = ["Item", "Walk", "read_zero_gather", "walk_in_order"]
 
 Matches = Callable[[int, int], bool]
 """(item, start) -> whether the item can be there."""
+Empty = Callable[[int, int], bool]
+"""(start, end) -> whether the elements between can be a gap."""
 
 _MAX_STATES = 1 << 14
 
@@ -76,16 +78,18 @@ def walk_in_order(
     *,
     bounds: Sequence[int] | None = None,
     align: int = PARAM_ALIGN,
+    empty: Empty = lambda start, end: True,
 ) -> Walk | None:
     """Where items that follow each other lie in ``total`` elements; None where no map agrees.
 
-    ``bounds``: where buckets begin and end, if the file has them apart; their ends may be padding. Of the maps that
-    agree, those count that leave out the fewest items. Raises ``UnsupportedError`` where they are too many to tell.
+    ``bounds``: where buckets begin and end, if the file has them apart; their ends may be padding. ``empty``: asked of
+    gaps. Of the maps that agree, those count that leave out the fewest items. Raises ``UnsupportedError`` where they
+    are too many to tell.
     """
     steps = _Steps(total, tuple(bounds) if bounds else None, align)
     layers: list[dict[_State, _Node]] = [{_State(0, 0, 0): _Node((0, 0))}]
     for index, item in enumerate(items):
-        layers.append(_advance(steps, layers[-1], index, item, matches))
+        layers.append(_advance(steps, layers[-1], index, item, matches, empty))
         if len(layers[-1]) > _MAX_STATES:
             raise UnsupportedError("there are too many ways to place the params of a buffer", found=len(layers[-1]))
     ends = {state: node for state, node in layers[-1].items() if steps.is_end(state)}
@@ -139,7 +143,7 @@ class _Steps:
 
 
 def _advance(
-    steps: _Steps, layer: dict[_State, _Node], index: int, item: Item, matches: Matches
+    steps: _Steps, layer: dict[_State, _Node], index: int, item: Item, matches: Matches, empty: Empty
 ) -> dict[_State, _Node]:
     after: dict[_State, _Node] = {}
     for state, node in layer.items():
@@ -147,6 +151,8 @@ def _advance(
         for start, base, bucket, fresh in steps.starts(state, item, first):
             end = start + item.numel
             if end > steps.limit(bucket) or not matches(index, start):
+                continue
+            if start > state.end and not empty(state.end, start):
                 continue
             world_end = None if item.world is None else item.world + item.numel
             reached = _State(end, base, world_end, bucket)
