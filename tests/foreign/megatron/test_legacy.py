@@ -103,6 +103,7 @@ def check_layout(part: MegatronPart, names: list[str], expected: dict[str, Any])
         assert [names[i] for i in mine.params] == [n for bucket in theirs["buckets"] for n in bucket["params"]]
         assert [b.numel_unpadded for b in mine.buckets] == [b["numel_unpadded"] for b in theirs["buckets"]]
         assert [b.numel for b in mine.buckets] == [b["numel"] for b in theirs["buckets"]]
+        assert part.layout.dp_size == theirs["dp_size"]
 
 
 @pytest.mark.parametrize("case", CASES)

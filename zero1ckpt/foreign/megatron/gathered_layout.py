@@ -49,13 +49,14 @@ def buckets_by_rule(
     ``thresholds``: further bucket sizes to try; ``overlaps``: whether bucket sizes act on this buffer at all.
     """
     padded = all(param.world is not None for param in params)
+    own = _dp_size(args, params[0].buffer_key.expert)
     for size, stated in _sizes(args, thresholds, overlaps):
-        for dp in _dp_sizes(args) if padded else [1]:
+        for dp in _dp_sizes(own, args) if padded else [1]:
             for high in (False, True) if padded else (False,):
                 rules = LayoutRules(dp, size, pad_for_high_nccl_busbw=high)
                 layout = layout_buffer(params[0].buffer_key, params, range(len(params))[::-1], rules)
                 if _agrees(layout, params, total, padded):
-                    known = dp if padded and dp in _dp_sizes(args)[:1] else None
+                    known = dp if padded and dp == own else None
                     return FoundLayout(_buckets(layout, padded), known, size, stated)
     return None
 
@@ -63,18 +64,29 @@ def buckets_by_rule(
 def _sizes(args: Args, thresholds: Sequence[int], overlaps: bool) -> Iterator[tuple[int | None, bool]]:
     if overlaps and args.overlap_grad_reduce:
         stated = args.ddp_bucket_size
-        yield (default_bucket_size(args.data_parallel or 1) if stated is None else stated), True
+        whole = (args.data_parallel or 1) * (args.context_parallel or 1)
+        yield (default_bucket_size(whole) if stated is None else stated), True
     yield None, args.overlap_grad_reduce is False
     if overlaps:
         yield from ((size, False) for size in thresholds)
 
 
-def _dp_sizes(args: Args) -> list[int]:
-    """Sizes of data-parallel groups: the stated one of an instance, that of experts, and those that divide them."""
-    whole = args.data_parallel or 1
-    first = max(whole // (args.instances or 1), 1)
-    experts = max(first // (args.expert_parallel or 1), 1)
-    return list(dict.fromkeys([first, experts, *(d for d in range(1, first + 1) if first % d == 0)]))
+def _dp_size(args: Args, expert: bool) -> int | None:
+    """Ranks that a bucket is cut over, as the args state it: context-parallel ranks count, instances each do."""
+    if not expert:
+        whole = None if args.data_parallel is None else args.data_parallel * (args.context_parallel or 1)
+        return None if whole is None else max(whole // (args.instances or 1), 1)
+    tensor = args.integer("expert_tensor_parallel_size") or args.tensor_parallel
+    if args.world_size is None or tensor is None or args.expert_parallel is None or args.pipeline_parallel is None:
+        return None
+    whole = args.world_size // max(tensor * args.expert_parallel * args.pipeline_parallel, 1)
+    return max(whole // (args.instances or 1), 1)
+
+
+def _dp_sizes(own: int | None, args: Args) -> list[int]:
+    """The stated size, and others that padding may be that of."""
+    most = max(own or 1, args.data_parallel or 1)
+    return list(dict.fromkeys([*([] if own is None else [own]), *(d for d in range(1, most + 1) if most % d == 0)]))
 
 
 def _agrees(layout: BufferLayout, params: Sequence[PlacedParam], total: int, padded: bool) -> bool:
