@@ -131,7 +131,7 @@ class FramedFile:
     """One file while it is written: aside, then durable, then under its name, its sidecar first.
 
     ``tensors``: begin and end of each tensor's bytes, ascending. ``frames`` makes all other bytes. ``whole_pages``: see
-    ``PartFile``.
+    ``PartFile``. ``sidecar``: False for a file of another system, which has none.
     """
 
     def __init__(
@@ -144,9 +144,11 @@ class FramedFile:
         *,
         create: bool,
         whole_pages: bool = False,
+        sidecar: bool = True,
     ) -> None:
         self.path = path
         self.key = key
+        self._sidecar = sidecar
         self._cuts = cuts
         self._tensors = tensors
         self._begins = np.array([begin for begin, _ in tensors], np.int64)
@@ -193,14 +195,17 @@ class FramedFile:
             self._file.write(at, memoryview(frame))
             self._hash_frame(known, at, memoryview(frame))
         self._file.sync_and_close()
-        sidecar = encode_sidecar(known)
-        side = OutputFile(self.path.with_name(sidecar_key(self.path.name)), len(sidecar))
-        side.write(0, memoryview(sidecar))
-        side.sync_and_close()
+        beside = [self._write_sidecar(known)] if self._sidecar else []
         with writing(self.path):
             self._file.path.rename(self.path)
-        entry = entry_of(self.key, 0, 0, self._cuts, known)
-        return [entry, FileEntry(sidecar_key(self.key), len(sidecar), format_digest(crc64(sidecar)))]
+        return [entry_of(self.key, 0, 0, self._cuts, known), *beside]
+
+    def _write_sidecar(self, pieces: Sequence[int]) -> FileEntry:
+        data = encode_sidecar(pieces)
+        side = OutputFile(self.path.with_name(sidecar_key(self.path.name)), len(data))
+        side.write(0, memoryview(data))
+        side.sync_and_close()
+        return FileEntry(sidecar_key(self.key), len(data), format_digest(crc64(data)))
 
     def _hash_frame(self, pieces: list[int], at: int, frame: memoryview) -> None:
         """A frame is one or more whole pieces: pieces are cut where tensors begin and end."""

@@ -375,7 +375,10 @@ def _entries(path: Path, store: LocalStore, ranks: Sequence[_Rank], table: _Tabl
     nbytes = np.array(table.nbytes, np.int64).reshape(-1)
     chunks = Chunks(nbytes, np.full(len(places), -1, np.int64), places.__getitem__)
     common = {k: v for k, v in ranks[0].state.items() if not _CHUNK.fullmatch(str(k))}
-    return Entries(path, "torch", store, table.tensors, objects, load, chunks, common, files)
+    tensors = table.tensors
+    return Entries(
+        path, "torch", store, tensors, objects, load, chunks, common, files, place_object=lambda key: (key, 0)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- names of layers
@@ -477,16 +480,20 @@ class _Parts:
         """State of dense params is held once by each (tp, pp); each of experts by each rank, where it has any."""
         held = [(one.rank.tp, one.rank.pp) for one in holding]
         for one in self.read:
-            experts = self.is_expert(optimizer, one, count)
-            wanted = any(weight.expert for weight in one.weights) if experts else True
-            if experts is False and (one.rank.tp, one.rank.pp) not in held and wanted:
+            if self.is_expert(optimizer, one, count):
+                tensor = one.rank.args.integer("expert_tensor_parallel_size")
+                each = tensor in (None, one.rank.args.tensor_parallel)
+                missing = each and one not in holding and any(weight.expert for weight in one.weights)
+            else:
+                missing = (one.rank.tp, one.rank.pp) not in held
+                if held.count((one.rank.tp, one.rank.pp)) > 1 and one in holding and one.rank.ep == 0:
+                    raise CorruptError("two ranks hold the state of the same params", file=self.entries.path)
+            if missing:
                 raise MissingError(
                     "the optimizer's state of a rank is missing",
                     file=self.entries.store.label(one.rank.file(_OPTIMIZER_FILE)),
                     hint="restore it from a copy",
                 )
-            if experts is False and held.count((one.rank.tp, one.rank.pp)) > 1:
-                raise CorruptError("two ranks hold the state of the same params", file=self.entries.path)
 
     def is_expert(self, optimizer: int, one: _Read, count: int) -> bool | None:
         """Whether an optimizer is that of the experts, as its groups say; None where one has all params."""
