@@ -6,6 +6,7 @@ stretches, ``search`` names them) and proved afterwards (``proving``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
@@ -21,7 +22,7 @@ from .layout_file import LayoutGroup
 from .layout_found import find_layout
 from .model import Bucket, Buffer, Evidence, LocalParam, MegatronPart
 from .raw_buckets import MAIN_FIELD, RawBucket, RawBuffer, RawPart
-from .search import MAX_NODES, assign
+from .search import MAX_NODES, UnitTable, assign
 from .walk import MOST_TILINGS, Stretch, tilings
 from .weights import Unit, Weights
 
@@ -30,11 +31,15 @@ __all__ = ["FileKeys", "PartOptions", "part_name", "read_part"]
 _SLOT_ORDER = (MAIN_PARAM, "exp_avg", "exp_avg_sq")
 
 
+Memo = dict[tuple[object, ...], "list[_Found]"]
+
+
 @dataclass(frozen=True, slots=True)
 class PartOptions:
     """What the checkpoint says of a part beside its buckets.
 
-    ``layers``: the layers that its pipeline stage has, where that is known; ``assign_groups``: gives params groups.
+    ``layers``: those that its pipeline stage has if stages are even, to be tried where nothing may be read;
+    ``assign_groups``: gives params groups.
     ``tied``: whether the model shares its embedding between pipeline stages. ``stated_bucket_size``: as the run's
     arguments give it; ``one_bucket``: whether they say that buffers have one bucket each.
     """
@@ -47,6 +52,7 @@ class PartOptions:
     pipeline_rank: int | None = None
     stated_bucket_size: int | None = None
     one_bucket: bool | None = None
+    layers: range | None = None
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,11 @@ def read_part(
     *,
     content: bool = True,
     stated: LayoutGroup | None = None,
+    memo: Memo | None = None,
 ) -> MegatronPart:
-    """One data-parallel group with its params named. ``content=False`` reads no tensor: by sizes and order alone.
-    ``stated``: what a layout file says of it.
+    """One data-parallel group with its params named. ``content=False`` reads no tensor: by sizes and order alone, and
+    boxes are not told; ``memo`` then keeps what groups of the same sizes have in common. ``stated``: what a layout file
+    says of it.
 
     Stretches that cannot be named get the name of their place, and stand in the evidence as ``unknown``. Raises
     ``UnsupportedError`` where the layout file speaks of other buckets.
@@ -115,8 +123,32 @@ def read_part(
         part = _assemble(entries, raw, name, format, found_units, found, options)
         return replace(part, evidence=replace(part.evidence, by="layout file"))
     source = ChunkSource(entries.store, entries.chunks)
-    found = [row for buffer in raw.buffers for row in _name_buffer(buffer, source, found_units, weights, content)]
-    return _assemble(entries, raw, name, format, found_units, found, options)
+    if content:
+        found = [row for buffer in raw.buffers for row in _name_buffer(buffer, source, found_units, weights, True)]
+        return _assemble(entries, raw, name, format, found_units, found, options)
+    likely = _likely_units(found_units, options)
+    found = []
+    for buffer in raw.buffers:
+        sizes = tuple((bucket.numel_unpadded, *bucket.edges) for bucket in buffer.buckets)
+        key = (options.layers, buffer.index, buffer.param_dtype, sizes)
+        rows = None if memo is None else memo.get(key)
+        if rows is None:
+            rows = _name_buffer(buffer, source, likely, weights, False)
+        if memo is not None:
+            memo[key] = rows
+        found += rows
+    part = _assemble(entries, raw, name, format, likely, found, options)
+    return replace(part, local_params=tuple(replace(local, boxes=()) for local in part.local_params))
+
+
+def _likely_units(all_units: Sequence[Unit], options: PartOptions) -> UnitTable:
+    """Each param once, whichever tensor-parallel rank's; of stacked layers those that an even pipeline's stage has."""
+    kept: dict[tuple[str, int | None, int], Unit] = {}
+    for unit in all_units:
+        layer = re.search(r"(?:^|\.)decoder\.layers\.(\d+)\.", unit.name)
+        if options.layers is None or layer is None or int(layer[1]) in options.layers:
+            kept.setdefault((unit.name, unit.index, unit.numel), unit)
+    return UnitTable(kept.values())
 
 
 def _as_stated(raw: RawPart, stated: LayoutGroup, all_units: Sequence[Unit]) -> list[_Found]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...core.errors import MissingError, UnsupportedError
 from ...core.layout import default_bucket_size
 from ...model.state import LossScale, ParamSpec
-from .bucket_space import PartOptions, part_name, read_part
+from .bucket_space import Memo, PartOptions, part_name, read_part
 from .common import Common, chained_values, read_common
 from .entries import Entries
 from .folders import container_of
@@ -19,6 +19,8 @@ from .layout_file import LayoutFile, read_layout
 from .model import MegatronCheckpoint, MegatronPart
 from .model_space import SpaceOptions, model_keys, read_model_space
 from .raw_buckets import RawPart, read_raw_parts
+from .search import UnitTable
+from .stacks import stack_of
 from .torch_dist import open_torch_dist
 from .weights import Weights, units
 
@@ -146,7 +148,8 @@ def _scaler(entries: Entries, prefix: str = "") -> LossScale | None:
 
 def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile | None) -> MegatronCheckpoint:
     keys = model_keys(entries)
-    found_units = units(entries, keys, common.args.num_layers)
+    found_units = UnitTable(units(entries, keys, common.args.num_layers))
+    memo: Memo = {}
     weights = Weights(entries, keys)
     raw_parts = read_raw_parts(entries)
     format = f"megatron:{common.sharding_type}"
@@ -160,7 +163,7 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
         steps.add(options.step)
         stated = None if layout is None else layout.group(raw.chained, raw.group)
         parts[name] = read_part(
-            entries, raw, name, format, found_units, weights, options, content=content, stated=stated
+            entries, raw, name, format, found_units, weights, options, content=content, stated=stated, memo=memo
         )
     if len(steps) > 1:
         notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
@@ -194,17 +197,28 @@ def _part_options(
     def assign(params: Sequence[ParamSpec]) -> Sequence[int]:
         return assign_groups(params, found.groups)[0]
 
+    stage = _pipeline_rank(raw, pipelines, args.tensor_parallel or _tensors(entries), args.expert_parallel or 1)
     options = PartOptions(
         found.groups,
         common.iteration or 0 if found.step is None else found.step,
         _scaler(entries, f"{raw.prefix}."),
         assign,
         pipelines > 1 and not untied,
-        _pipeline_rank(raw, pipelines, args.tensor_parallel or _tensors(entries), args.expert_parallel or 1),
+        stage,
         _stated_bucket_size(common),
         None if args.overlap_grad_reduce is None else not args.overlap_grad_reduce,
+        _stage_layers(entries, keys, stage, pipelines),
     )
     return options, found.notices
+
+
+def _stage_layers(entries: Entries, keys: Sequence[str], stage: int | None, pipelines: int) -> range | None:
+    """The layers of a stage of an even pipeline; None where they cannot be even."""
+    stacks = {entries.tensors[key].shape[0] for key in keys if stack_of(key) == "decoder.layers"}
+    if stage is None or len(stacks) != 1 or (layers := next(iter(stacks))) % pipelines:
+        return None
+    each = layers // pipelines
+    return range(stage * each, (stage + 1) * each)
 
 
 def _stated_bucket_size(common: Common) -> int | None:

@@ -20,11 +20,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .walk import Stretch
 from .weights import Unit
 
-__all__ = ["MAX_NODES", "Assignment", "assign", "module_path"]
+__all__ = ["MAX_NODES", "Assignment", "UnitTable", "assign", "module_path"]
 
 _MOST = 8
 """Maps that are told apart."""
@@ -59,8 +60,59 @@ def module_path(unit: Unit, *, experts_inside: bool = False) -> tuple[str, ...]:
     return tuple(path)
 
 
+class UnitTable(tuple[Unit, ...]):
+    """Units, with what the search asks of all of them at once."""
+
+    @cached_property
+    def cuts(self) -> dict[int, tuple[int, int]]:
+        """(rank, ranks) of units that are one of several equal cuts of a param."""
+        groups: dict[tuple[str, int | None, int], set[tuple[tuple[int, ...], int]]] = {}
+        for index, unit in enumerate(self):
+            groups.setdefault((unit.name, unit.index, unit.numel), set()).add((unit.boxes[0].box.start, index))
+        found = {}
+        for members in groups.values():
+            ordered = sorted(members)
+            if len(ordered) > 1:
+                found.update({index: (rank, len(ordered)) for rank, (_, index) in enumerate(ordered)})
+        return found
+
+    @cached_property
+    def numbers(self) -> list[tuple[tuple[tuple[str, ...], str], ...]]:
+        """For each unit the numbered modules on the way to it."""
+        return [tuple(_numbers(unit.name)) for unit in self]
+
+    @cached_property
+    def _paths(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        outside = [module_path(unit) for unit in self]
+        return outside, [module_path(unit, experts_inside=True) for unit in self]
+
+    def paths(self, experts_inside: bool) -> list[tuple[str, ...]]:
+        return self._paths[experts_inside]
+
+    @cached_property
+    def _kinds(self) -> tuple[Kinds, Kinds]:
+        return _kinds(self.paths(False)), _kinds(self.paths(True))
+
+    def kinds(self, experts_inside: bool) -> Kinds:
+        """For each numbered module the params that the model has in it: modules of one kind are built alike."""
+        return self._kinds[experts_inside]
+
+
+Kinds = Mapping[tuple[str, ...], frozenset[tuple[str, ...]]]
+
+
+def _kinds(paths: Iterable[tuple[str, ...]]) -> Kinds:
+    members: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for path in paths:
+        for i, part in enumerate(path):
+            if part.isdecimal():
+                members.setdefault(path[: i + 1], set()).add(path[i + 1 :])
+    return {prefix: frozenset(own) for prefix, own in members.items()}
+
+
 def assign(stretches: Sequence[Stretch], units: Sequence[Unit], *, max_nodes: int = MAX_NODES) -> Assignment:
     """Units for the stretches of one buffer, given in registration order. Pure."""
+    units = units if isinstance(units, UnitTable) else UnitTable(units)
     options = _narrowed(stretches, units)
     lost = [i for i, row in enumerate(options) if not row]
     rest = [i for i in range(len(options)) if options[i]]
@@ -100,15 +152,14 @@ def _unordered(options: Sequence[frozenset[int]]) -> Assignment:
 # ---------------------------------------------------------------------------------------------- what anchors leave open
 
 
-def _narrowed(stretches: Sequence[Stretch], units: Sequence[Unit]) -> list[frozenset[int]]:
+def _narrowed(stretches: Sequence[Stretch], units: UnitTable) -> list[frozenset[int]]:
     """Candidates less what params that content identifies rule out: used units, other ranks' cuts, other experts,
     other layers.
     """
     options = [frozenset(stretch.units) for stretch in stretches]
-    cuts = _cuts({unit for row in options for unit in row}, units)
     for _ in range(len(options) + 1):
         anchors = {next(iter(row)) for s, row in zip(stretches, options, strict=True) if len(row) == 1 and s.matched}
-        rules = _Rules(anchors, units, cuts)
+        rules = _Rules(anchors, units)
         narrowed = [row if len(row) == 1 else frozenset(u for u in row if rules.allow(u)) or row for row in options]
         if narrowed == options:
             return options
@@ -116,36 +167,22 @@ def _narrowed(stretches: Sequence[Stretch], units: Sequence[Unit]) -> list[froze
     return options
 
 
-def _cuts(candidates: Iterable[int], units: Sequence[Unit]) -> dict[int, tuple[int, int]]:
-    """(rank, ranks) of units that are one of several equal cuts of a param; of the ranks' own params only."""
-    groups: dict[tuple[str, int | None, int], set[tuple[tuple[int, ...], int]]] = {}
-    for index, unit in enumerate(units):
-        groups.setdefault((unit.name, unit.index, unit.numel), set()).add((unit.boxes[0].box.start, index))
-    found = {}
-    for members in groups.values():
-        ordered = sorted(members)
-        if len(ordered) > 1:
-            found.update({index: (rank, len(ordered)) for rank, (_, index) in enumerate(ordered)})
-    wanted = set(candidates)
-    return {index: cut for index, cut in found.items() if index in wanted}
-
-
 class _Rules:
     """What the anchors say of the part: which rank of each cut, which experts, which numbered modules."""
 
-    def __init__(self, anchors: set[int], units: Sequence[Unit], cuts: Mapping[int, tuple[int, int]]) -> None:
-        self.anchors, self.units, self.cuts = anchors, units, cuts
+    def __init__(self, anchors: set[int], units: UnitTable) -> None:
+        self.anchors, self.units, self.cuts = anchors, units, units.cuts
         self.ranks: dict[int, set[int]] = {}
         self.experts: set[int] = set()
         self.numbers: dict[tuple[str, ...], set[str]] = {}
         for anchor in anchors:
             unit = units[anchor]
-            if anchor in cuts:
-                rank, count = cuts[anchor]
+            if anchor in self.cuts:
+                rank, count = self.cuts[anchor]
                 self.ranks.setdefault(count, set()).add(rank)
             if unit.index is not None:
                 self.experts.add(unit.index)
-            for parent, number in _numbers(unit.name):
+            for parent, number in units.numbers[anchor]:
                 self.numbers.setdefault(parent, set()).add(number)
 
     def allow(self, index: int) -> bool:
@@ -159,7 +196,7 @@ class _Rules:
                 return False
         if unit.index is not None and self.experts and unit.index not in self.experts:
             return False
-        return all(number in self.numbers.get(parent, {number}) for parent, number in _numbers(unit.name))
+        return all(number in self.numbers.get(parent, {number}) for parent, number in self.units.numbers[index])
 
 
 def _numbers(name: str) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -178,26 +215,17 @@ class _Search:
     """Depth-first over stretches, in registration order, along the tree of modules."""
 
     options: Sequence[frozenset[int]]
-    units: Sequence[Unit]
+    units: UnitTable
     experts_inside: bool
     same_layers: bool
     stopped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         candidates = {unit for row in self.options for unit in row}
-        self.path = {u: module_path(self.units[u], experts_inside=self.experts_inside) for u in candidates}
+        paths = self.units.paths(self.experts_inside)
+        self.path = {u: paths[u] for u in candidates}
         self.ordered = [sorted(row, key=lambda u: (self.path[u], u)) for row in self.options]
-        self.kinds = self._kinds()
-
-    def _kinds(self) -> dict[tuple[str, ...], frozenset[tuple[str, ...]]]:
-        """For each numbered module the params that the model has in it: modules of one kind are built alike."""
-        members: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-        for unit in self.units:
-            path = module_path(unit, experts_inside=self.experts_inside)
-            for i, part in enumerate(path):
-                if part.isdecimal():
-                    members.setdefault(path[: i + 1], set()).add(path[i + 1 :])
-        return {prefix: frozenset(own) for prefix, own in members.items()}
+        self.kinds = self.units.kinds(self.experts_inside)
 
     def run(self, max_nodes: int) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = []
