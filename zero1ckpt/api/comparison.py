@@ -317,7 +317,7 @@ def compare(a: Stored, b: Stored) -> Comparison:
         if part in b.catalogs:
             _compare_states(made, part, catalog.state, b.catalogs[part].state, known=_stated_by(a, b, part))
             _match(made, "state", part, (catalog, a.source(part)), (b.catalogs[part], b.source(part)))
-    made.walk("different_extra", a.manifest.extra, b.manifest.extra, "extra")
+    _compare_extra(made, a, b)
     _compare_file(made, a, b, EXTRA_FILE, "extra")
     _compare_file(made, a, b, MODEL_FILE, "model")
     _compare_weights(made, a, b)
@@ -438,20 +438,41 @@ _ALL = ("shape", "dtype", "grad_dtype", "expert", "shared_embedding")
 _ORDER = "order"
 
 
+def _compare_extra(made: Comparison, a: Stored, b: Stored) -> None:
+    """Extra state. How a Megatron run was started (its args) is told, and is no state."""
+    mine, theirs = a.manifest.extra, b.manifest.extra
+    if isinstance(mine, dict) and isinstance(theirs, dict) and _of_megatron(a) and _of_megatron(b):
+        for value in value_diffs(mine.get("args"), theirs.get("args"), "extra.args"):
+            made.notices.append(Finding("different_args", str(value)))
+        mine, theirs = ({key: value for key, value in side.items() if key != "args"} for side in (mine, theirs))
+    made.walk("different_extra", mine, theirs, "extra")
+
+
+def _of_megatron(stored: Stored) -> bool:
+    return stored.megatron is not None or any(stored.carried_files())
+
+
 def _stated_by(a: Stored, b: Stored, part: str) -> frozenset[str]:
-    """What both sides say of a part's params: in model space Megatron states no order and no buffers."""
-    for side in (a, b):
-        if side.megatron is not None and side.megatron.parts[part].layout is None:
-            return frozenset(("shape", "dtype"))
-    return frozenset((*_ALL, _ORDER))
+    """What both sides say of a part's params: in model space Megatron states no order and no buffers, and which params
+    have a bucket of their own is derived.
+    """
+    megatron = [side.megatron for side in (a, b) if side.megatron is not None]
+    if any(checkpoint.parts[part].layout is None for checkpoint in megatron):
+        return frozenset(("shape", "dtype"))
+    return frozenset((*_ALL, _ORDER)) - ({"shared_embedding"} if megatron else set())
 
 
 def _compare_weights(made: Comparison, a: Stored, b: Stored) -> None:
     """The model's own tensors, where both are Megatron checkpoints."""
     if a.megatron is None and b.megatron is None:
         return
-    if a.megatron is None or b.megatron is None:
-        message = "the model's own weights were not compared: one side has main params only"
+    if (
+        a.megatron is None
+        or b.megatron is None
+        or (a.manifest.container == "torch") != (b.manifest.container == "torch")
+    ):
+        what = "main params only" if a.megatron is None or b.megatron is None else "them by rank"
+        message = f"the model's own weights were not compared: one side has {what}"
         made.notices.append(Finding("weights_not_compared", message))
         return
     _match(

@@ -7,6 +7,7 @@ is proved by the model's weights (``prove_map``), and nothing is converted befor
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ from .stored import Stored
 
 __all__ = ["MegatronFormat", "check_proved", "describe_megatron", "plain", "prove_map", "unproved_params"]
 
-_STATE_OF_GROUPS = "optimizer"
+_NOT_EXTRA = re.compile(r"optimizer|content_metadata|rng_state|model\d*")
+"""Entries of the common state that are state, say how it lies, or are bound to a rank: they are carried."""
 _MAX_DEPTH = 20
 
 
@@ -158,8 +160,8 @@ def _identity(checkpoint: MegatronCheckpoint) -> str:
 
 
 def _extra(checkpoint: MegatronCheckpoint) -> Json:
-    """The common state, but for the optimizer's part of it, as plain values where they can be."""
-    common = {key: value for key, value in checkpoint.entries.common.items() if key != _STATE_OF_GROUPS}
+    """The common state as plain values where they can be: args, iteration, scheduler and the like."""
+    common = {k: v for k, v in checkpoint.entries.common.items() if not _NOT_EXTRA.fullmatch(str(k))}
     made = {str(key): plain(value) for key, value in common.items() if is_text(str(key))}
     if checkpoint.iteration is not None:
         made.setdefault("iteration", checkpoint.iteration)

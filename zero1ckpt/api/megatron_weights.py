@@ -22,10 +22,14 @@ WEIGHT = "weight"
 
 def weights_catalog(checkpoint: MegatronCheckpoint, *, split: bool = False) -> Catalog:
     """All tensors of the model by their keys, in the order of the file; with ``split`` those that are stacked over
-    layers by layer, under the names that params have. Reads no data.
+    layers by layer, under the names that params have, and those of the only rank without its folder. Reads no data.
     """
     tensors = {key: checkpoint.entries.tensors[key] for key in checkpoint.model_keys}
-    stacked = stacked_keys(tensors, _num_layers(checkpoint)) if split else frozenset()
+    folders = {key.partition("/")[0] for key in tensors} if checkpoint.container == "torch" else set()
+    if split and len(folders) == 1:
+        tensors = {key.partition("/")[2] or key: tensor for key, tensor in tensors.items()}
+    apart = split and checkpoint.container != "torch"  # whose ranks name layers by number
+    stacked = stacked_keys(tensors, _num_layers(checkpoint)) if apart else frozenset()
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
     slots = tuple(SlotSpec(WEIGHT, dtype) for dtype in dtypes)
     params: list[ParamSpec] = []

@@ -30,7 +30,7 @@ from .mapping import map_digest
 from .stored import Stored, describe, part_prefix
 from .writing import make_rules, parse_bucket_size
 
-__all__ = ["PlanTotals", "ReshardPlan", "execute", "plan_reshard", "reshard", "with_source"]
+__all__ = ["PlanTotals", "ReshardPlan", "execute", "plan_reshard", "reshard", "source_rules", "with_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def plan_reshard(
     size = None if bucket_size is None else parse_bucket_size(bucket_size)
     make_rules(1 if to_dp is None else to_dp, size)
     _check_from_dp(stored, from_dp)
-    if plugin.keeps_layout and to_dp is None and any(_old_rules(stored, part) is None for part in stored.catalogs):
+    if plugin.keeps_layout and to_dp is None and any(source_rules(stored, part) is None for part in stored.catalogs):
         raise UsageError(
             "the checkpoint has no dp size, and the target needs one", file=stored.path, hint="pass --to-dp"
         )
@@ -200,7 +200,7 @@ def _target_format(stored: Stored, format: str | None, container: str | None) ->
     return find_format(format, container)
 
 
-def _old_rules(stored: Stored, part: str) -> LayoutRules | None:
+def source_rules(stored: Stored, part: str) -> LayoutRules | None:
     """The rules by which a part is laid out, those of a Megatron part as far as it tells them; None without any."""
     layout = stored.catalogs[part].layout
     if layout is not None:
@@ -213,7 +213,7 @@ def _rules(
     stored: Stored, part: str, catalog: Catalog, to_dp: int | None, size: int | None, *, keep_size: bool
 ) -> LayoutRules | None:
     """The target's rules for one part: all parts' dp sizes scale alike. None where neither side has any."""
-    old = _old_rules(stored, part)
+    old = source_rules(stored, part)
     if old is None:
         return None if to_dp is None else make_rules(to_dp, size)
     dense = _dense_dp(stored)
@@ -297,7 +297,7 @@ def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int | Non
 
 def _dense_dp(stored: Stored) -> int | None:
     """The largest part's dp size: that of the dense params. None where the format has none."""
-    rules = [_old_rules(stored, part) for part in stored.catalogs]
+    rules = [source_rules(stored, part) for part in stored.catalogs]
     return max((rule.dp_size for rule in rules if rule is not None), default=None)
 
 

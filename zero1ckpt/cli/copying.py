@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ..api.resharding import ReshardPlan, execute, plan_reshard
+from ..api.resharding import ReshardPlan, execute, plan_reshard, source_rules
 from ..api.stored import describe
 from ..core.layout import LayoutRules
 from ..model.manifest import MANIFEST_NAME, FormatOptions
@@ -134,7 +134,7 @@ def part_rows(plan: ReshardPlan) -> list[Row]:
     """How each part is laid out before and after."""
     rows = []
     for catalog in plan.catalogs:
-        old, new = _rules(plan.stored.catalogs[catalog.part].layout), _rules(catalog.layout)
+        old, new = source_rules(plan.stored, catalog.part), _rules(catalog.layout)
         buffers = catalog.layout.buffers if catalog.layout else ()
         rows.append(
             {

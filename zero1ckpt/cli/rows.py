@@ -94,6 +94,7 @@ def _foreign(stored: Stored, part: str) -> Row:
             "proved": proof.proved,
             "ambiguous": list(proof.ambiguous),
             "unproved": list(proof.unproved),
+            "unknown": list(proof.unknown),
         },
         "notices": list(stored.megatron.notices),
     }
