@@ -60,11 +60,14 @@ class Run:
         return found
 
 
+_KEY = BufferKey("bfloat16", "float32")
+
+
 @dataclass(frozen=True)
 class _Param:
     name: str
     numel: int
-    buffer_key: BufferKey = BufferKey("bfloat16", "float32")
+    buffer_key: BufferKey = _KEY
     shared_embedding: bool = False
 
 
