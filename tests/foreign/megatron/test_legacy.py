@@ -13,7 +13,7 @@ import pytest
 
 from tests.foreign.megatron.legacy_writer import Param, Style, gpt_layer, random_state, write_rank
 from zero1ckpt.core.casting import cast_bits
-from zero1ckpt.core.errors import MissingError, UnsupportedError
+from zero1ckpt.core.errors import CorruptError, MissingError, UnsupportedError
 from zero1ckpt.core.layout import LayoutRules
 from zero1ckpt.foreign.megatron.entries import ChunkSource
 from zero1ckpt.foreign.megatron.legacy import open_legacy
@@ -218,6 +218,9 @@ def test_tensors_that_are_no_params(tmp_path: Path, views: bool) -> None:
     write_rank(tmp_path / "mp_rank_00", [model], state, ARGS, Style(LayoutRules(2, 100), views=views))
     legacy = open_legacy(tmp_path)
     check(legacy, "", state)
+    assert legacy.notices == (
+        "3 tensors of the model have no optimizer state, the first is decoder.layers.0.frozen.bias",
+    )
     assert [spec.name for spec in legacy.parts[""].catalog.state.params] == [param.name for param in MODEL]
 
 
@@ -311,4 +314,55 @@ def test_a_missing_optimizer_file_is_named(tmp_path: Path) -> None:
 def test_a_second_number_needs_the_args(tmp_path: Path) -> None:
     write_rank(tmp_path / "mp_rank_00_000", [MODEL], random_state(MODEL), {}, Style())
     with pytest.raises(UnsupportedError, match="may be a pipeline or an expert rank"):
+        open_legacy(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "distrib_optim.pt"])
+def test_a_truncated_file_is_damage(tmp_path: Path, name: str) -> None:
+    write_rank(tmp_path / "mp_rank_00", [MODEL], random_state(MODEL), ARGS, Style())
+    file = tmp_path / "mp_rank_00" / name
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CorruptError, match=name):
+        open_legacy(tmp_path)
+
+
+def test_stages_that_do_not_add_up_are_not_numbered(tmp_path: Path) -> None:
+    args = ARGS | {"num_layers": 5, "pipeline_model_parallel_size": 2}
+    for stage in range(2):
+        layers = gpt_layer("decoder.layers.0")
+        write_rank(tmp_path / f"mp_rank_00_{stage:03d}", [layers], random_state(layers, seed=stage), args, Style())
+    with pytest.raises(UnsupportedError, match="found 2 layers in all stages, expected 5, as the args state"):
+        open_legacy(tmp_path)
+
+
+def test_a_buffer_of_another_size_than_it_states(tmp_path: Path) -> None:
+    import torch
+
+    write_rank(tmp_path / "mp_rank_00", [MODEL], random_state(MODEL), ARGS, Style())
+    file = tmp_path / "mp_rank_00" / "distrib_optim.pt"
+    saved = torch.load(file)
+    (world,) = saved[0].values()
+    world["numel_unpadded"] += 1
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="another size than it states"):
+        open_legacy(tmp_path)
+    world["numel_unpadded"] -= 1
+    world["exp_avg"] = world["exp_avg"][:-1].clone()
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="differ in size"):
+        open_legacy(tmp_path)
+
+
+def test_a_shifted_bucket_is_not_taken_for_sound(tmp_path: Path) -> None:
+    """Main params that lie elsewhere than the rule can put them are refused, not read from there."""
+    import torch
+
+    write_rank(tmp_path / "mp_rank_00", [MODEL], random_state(MODEL), ARGS, Style(LayoutRules(2, 100)))
+    file = tmp_path / "mp_rank_00" / "distrib_optim.pt"
+    saved = torch.load(file)
+    (world,) = saved[0].values()
+    for slot in ("param", "exp_avg", "exp_avg_sq"):
+        world[slot] = torch.cat([world[slot][3:], world[slot][:3]])
+    torch.save(saved, file)
+    with pytest.raises(UnsupportedError, match="where each param lies cannot be known"):
         open_legacy(tmp_path)

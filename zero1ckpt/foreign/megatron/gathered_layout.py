@@ -64,8 +64,7 @@ def buckets_by_rule(
 def _sizes(args: Args, thresholds: Sequence[int], overlaps: bool) -> Iterator[tuple[int | None, bool]]:
     if overlaps and args.overlap_grad_reduce:
         stated = args.ddp_bucket_size
-        whole = (args.data_parallel or 1) * (args.context_parallel or 1)
-        yield (default_bucket_size(whole) if stated is None else stated), True
+        yield (default_bucket_size(args.data_parallel or 1) if stated is None else stated), True
     yield None, args.overlap_grad_reduce is False
     if overlaps:
         yield from ((size, False) for size in thresholds)
