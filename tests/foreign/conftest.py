@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-_BESIDE = Path(__file__).resolve().parents[2].parent / "shared" / "corpus"
-CORPUS = Path(os.environ.get("ZERO1CKPT_CORPUS", _BESIDE))
-"""Folder of real checkpoints: ``../shared/corpus`` beside the checkout, or what ZERO1CKPT_CORPUS names."""
+_HERE = Path(__file__).resolve()
+_BESIDE = _HERE.parents[2].parent / "shared" / "corpus"
+DATA = _HERE.parent / "data"
+"""A few of the real checkpoints, which are in the project."""
+CORPUS = Path(os.environ.get("ZERO1CKPT_CORPUS", _BESIDE if _BESIDE.is_dir() else DATA))
+"""Real checkpoints: what ZERO1CKPT_CORPUS names, ``../shared/corpus`` beside the checkout, or those in the project."""
 
 
 @pytest.fixture
