@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
 from ..core.errors import Zero1CkptError
 from ..encodings.dcp_metadata import TensorEntry
+from ..encodings.torch_archive import Archive, check_member, read_archive
 from ..foreign.megatron.entries import Entries, StoredTensor
 from ..model.catalog import Catalog
 from ..model.numeric import first_negative, first_nonfinite
@@ -54,6 +56,7 @@ def check_megatron(
         return
     threads = workers_or_default(workers)
     window = window_bytes(memory_limit, threads) // 4
+    _check_archives(entries, result, threads, window)
     catalogs = [*stored.catalogs.values(), weights_catalog(stored.megatron)]
     for catalog in catalogs:
         _check_values(stored, catalog, result, threads, window, progress)
@@ -92,6 +95,59 @@ def _check_object(entries: Entries, key: str) -> Iterator[Finding]:
         entries.load_archive(key)
     except Zero1CkptError as error:
         yield Finding("unreadable", f"{key}: {error}", file=_relative(entries, error))
+
+
+_Job = tuple[str, str, Callable[[], tuple[str, Archive]]]
+"""Kind and key of an entry, and its file and archive."""
+
+
+def _check_archives(entries: Entries, result: Verification, threads: int, window: int) -> None:
+    """Reads every archive and compares its members' CRC-32.
+
+    torch can be told not to compute them: then all are wrong, and that is no damage.
+    """
+    wrong: list[Finding] = []
+    checked: list[str] = []
+
+    def work(job: _Job) -> None:
+        kind, key, load = job
+        try:
+            file, archive = load()
+            checked.append(key)
+            for member in archive.members.values():
+                check_member(entries.store, file, member, window_bytes=window)
+        except Zero1CkptError as error:
+            param = key if kind == "tensor" else None
+            wrong.append(Finding("damaged_data", f"{key}: {error}", param=param, file=_relative(entries, error)))
+
+    in_parallel(_archives(entries), work, threads)
+    if len(wrong) == len(checked) > 1:
+        result.notices.append(Finding("no_checksums", "the checksums of all archives are wrong: none were computed"))
+    else:
+        result.findings += sorted(wrong, key=lambda finding: finding.message)
+
+
+def _archives(entries: Entries) -> Iterator[_Job]:
+    archive = entries.chunks.archive
+    if archive is not None:
+        for key, tensor in entries.tensors.items():
+            for chunk in tensor.chunks.tolist():
+                yield "tensor", key, partial(archive, chunk)
+    held = set()
+    for key in entries.objects:
+        held.add(entries.object_place(key)[0])
+        yield "object", key, partial(_of_object, entries, key)
+    for path in entries.files:
+        if path.endswith(".pt") and path not in held:
+            yield "file", path, partial(_of_file, entries, path)
+
+
+def _of_object(entries: Entries, key: str) -> tuple[str, Archive]:
+    return entries.object_place(key)[0], entries.load_archive(key)
+
+
+def _of_file(entries: Entries, path: str) -> tuple[str, Archive]:
+    return path, read_archive(entries.store, path)
 
 
 def _relative(entries: Entries, error: Zero1CkptError) -> str | None:

@@ -228,7 +228,11 @@ def test_values_that_cannot_be(work):
     (work / "iter_0000003" / "__0_0.distcp").write_bytes(data)
     assert first_nonfinite(memoryview(place), "float32") is None
     found = zero1ckpt.verify(work / "iter_0000003", deep=True).findings
-    assert [(f.kind, f.param, f.slot, f.range) for f in found] == [("negative", "output.weight", "exp_avg_sq", (5, 6))]
+    assert [(f.kind, f.param, f.slot, f.range) for f in found] == [
+        ("damaged_data", "optimizer.state.exp_avg_sq.output.weight", None, None),  # the archive's own checksum
+        ("negative", "output.weight", "exp_avg_sq", (5, 6)),
+    ]
+    assert found[0].file == "__0_0.distcp"
 
 
 def test_log(run, work):
@@ -288,3 +292,9 @@ def test_damaged_carried_files_are_found(run, work):
     assert {f.file for f in found} == {"carried/entries.bin", "carried/files/common.pt"}
     with pytest.raises(zero1ckpt.Zero1CkptError, match="does not match its digest"):
         zero1ckpt.reshard(work / "a", work / "b", to_dp=3)
+
+
+def test_archives_without_checksums_are_not_damaged(work):
+    write_iteration(work / "iter_0000003", crc32=False)
+    found = zero1ckpt.verify(work / "iter_0000003", deep=True)
+    assert found.findings == []

@@ -65,15 +65,33 @@ class _File:
 
 
 def write_iteration(
-    folder: Path, *, seed: int = 0, iteration: int = 3, weights: dict[str, torch.Tensor] | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    iteration: int = 3,
+    weights: dict[str, torch.Tensor] | None = None,
+    crc32: bool = True,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Writes an iteration folder and returns its values. ``weights``: model tensors that are not the main params."""
+    """Writes an iteration folder and returns its values. ``weights``: model tensors that are not the main params.
+    ``crc32``: whether torch computes the archives' checksums.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc32)
+    try:
+        return _write_iteration(folder, seed, iteration, weights or {})
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _write_iteration(
+    folder: Path, seed: int, iteration: int, weights: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
     folder.mkdir(parents=True)
     values = make_values(seed)
     file = _File()
     tensors = {}
     for key, own in values.items():
-        model = own["param"].bfloat16() if weights is None or key not in weights else weights[key]
+        model = weights[key] if key in weights else own["param"].bfloat16()
         tensors[key] = _entry(file, key, model)
         for field, value in own.items():
             full = f"optimizer.state.{field}.{key}"

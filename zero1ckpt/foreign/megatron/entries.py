@@ -52,12 +52,14 @@ class Chunks:
     """All chunks of a checkpoint: index -> bytes of its elements, its writer where that is known, and where it lies.
 
     ``writer``: rank in the name of the file (``__<rank>_<n>.distcp``), else -1. ``locate`` may read a header.
+    ``archive``: the archive that a tensor's chunk is alone in, with its checksum; None where there is none.
     """
 
     nbytes: IntColumn
     writer: IntColumn
     locate: Callable[[int], Place]
     _places: dict[int, Place] = field(default_factory=dict)
+    archive: Callable[[int], tuple[str, Archive]] | None = None
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -79,7 +81,7 @@ class Chunks:
 
         sizes = np.concatenate((self.nbytes, np.array(nbytes, np.int64).reshape(-1))).astype(np.int64)
         writers = np.array([writer_of(file) for file, _ in places], np.int64).reshape(-1)
-        grown = Chunks(sizes, np.concatenate((self.writer, writers)).astype(np.int64), locate)
+        grown = Chunks(sizes, np.concatenate((self.writer, writers)).astype(np.int64), locate, archive=self.archive)
         return grown, np.arange(count, count + len(places))
 
 

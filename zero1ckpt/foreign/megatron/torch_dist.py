@@ -72,19 +72,28 @@ def _index(store: LocalStore, metadata: DcpMetadata) -> tuple[dict[str, StoredTe
     def locate(chunk: int) -> Place:
         return _locate(store, metadata.files, *rows[chunk])
 
-    return tensors, Chunks(_joined(nbytes), _joined(writer), locate)
+    def archive(chunk: int) -> tuple[str, Archive]:
+        entry, row = rows[chunk]
+        return metadata.files[int(entry.files[row])], _archive(store, metadata.files, entry, row)
+
+    return tensors, Chunks(_joined(nbytes), _joined(writer), locate, archive=archive)
 
 
 def _joined(columns: list[Any]) -> Any:
     return np.concatenate(columns).astype(np.int64) if columns else np.empty(0, np.int64)
 
 
-def _locate(store: LocalStore, files: tuple[str, ...], entry: TensorEntry, row: int) -> Place:
-    """Where the elements of one chunk begin. Its archive must hold one tensor of the size that ``.metadata`` states."""
+def _archive(store: LocalStore, files: tuple[str, ...], entry: TensorEntry, row: int) -> Archive:
     file = files[int(entry.files[row])]
     if row in entry.transforms:
         raise UnsupportedError("a chunk's bytes are compressed", file=store.label(file), param=entry.key)
-    archive = read_archive(store, file, offset=int(entry.at[row]), length=int(entry.nbytes[row]))
+    return read_archive(store, file, offset=int(entry.at[row]), length=int(entry.nbytes[row]))
+
+
+def _locate(store: LocalStore, files: tuple[str, ...], entry: TensorEntry, row: int) -> Place:
+    """Where the elements of one chunk begin. Its archive must hold one tensor of the size that ``.metadata`` states."""
+    file = files[int(entry.files[row])]
+    archive = _archive(store, files, entry, row)
     value = archive.value
     wanted = tuple(entry.sizes[row].tolist())
     if not isinstance(value, TensorRef) or value.dtype != entry.dtype or tuple(value.shape) != wanted:
