@@ -100,8 +100,11 @@ def _proved(plan: ReshardPlan) -> ReshardPlan:
     if plan.stored.megatron is None:
         return plan
     from .megatron_source import check_proved, prove_map
+    from .megatron_verification import prove_archives
     from .resharding import with_source
 
+    if plan.verify:
+        prove_archives(plan.stored, workers=plan.workers, window=plan.window_bytes)
     stored = prove_map(plan.stored)
     check_proved(stored, unproved=plan.unproved)
     return with_source(plan, stored)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
-from ..core.errors import Zero1CkptError
+from ..core.errors import CorruptError, Zero1CkptError
 from ..encodings.dcp_metadata import TensorEntry
 from ..encodings.torch_archive import Archive, check_member, read_archive
 from ..foreign.megatron.entries import Entries, StoredTensor
@@ -23,7 +23,7 @@ from .megatron_weights import weights_catalog
 from .stored import Stored
 from .verification import NOT_NEGATIVE, Finding, Verification, in_parallel
 
-__all__ = ["check_megatron"]
+__all__ = ["check_megatron", "prove_archives"]
 
 
 def check_megatron(
@@ -106,6 +106,36 @@ def _check_archives(entries: Entries, result: Verification, threads: int, window
 
     torch can be told not to compute them: then all are wrong, and that is no damage.
     """
+    wrong, checked = _wrong_archives(entries, threads, window)
+    if _none_computed(wrong, checked):
+        result.notices.append(Finding("no_checksums", "the checksums of all archives are wrong: none were computed"))
+    else:
+        result.findings += sorted(wrong, key=lambda finding: finding.message)
+
+
+def prove_archives(stored: Stored, *, workers: int, window: int) -> None:
+    """Raises ``CorruptError`` for the first entry whose bytes do not have their checksum. Reads all data."""
+    assert stored.megatron is not None
+    entries = stored.megatron.entries
+    wrong, checked = _wrong_archives(entries, workers, window)
+    if wrong and not _none_computed(wrong, checked):
+        first = min(wrong, key=lambda finding: finding.message)
+        file = entries.path if first.file is None else entries.store.label(first.file)
+        more = f", nor do {len(wrong) - 1} other entries" if len(wrong) > 1 else ""
+        raise CorruptError(
+            f"its bytes do not have the checksum of their archive{more}",
+            file=file,
+            param=first.param,
+            hint="restore the file from a copy, or take it as it is with --no-verify",
+        )
+
+
+def _none_computed(wrong: Sequence[Finding], checked: int) -> bool:
+    return len(wrong) == checked > 1
+
+
+def _wrong_archives(entries: Entries, threads: int, window: int) -> tuple[list[Finding], int]:
+    """What is found in archives, and how many could be read."""
     wrong: list[Finding] = []
     checked: list[str] = []
 
@@ -117,14 +147,11 @@ def _check_archives(entries: Entries, result: Verification, threads: int, window
             for member in archive.members.values():
                 check_member(entries.store, file, member, window_bytes=window)
         except Zero1CkptError as error:
-            param = key if kind == "tensor" else None
+            param = key if kind != "file" else None
             wrong.append(Finding("damaged_data", f"{key}: {error}", param=param, file=_relative(entries, error)))
 
     in_parallel(_archives(entries), work, threads)
-    if len(wrong) == len(checked) > 1:
-        result.notices.append(Finding("no_checksums", "the checksums of all archives are wrong: none were computed"))
-    else:
-        result.findings += sorted(wrong, key=lambda finding: finding.message)
+    return wrong, len(checked)
 
 
 def _archives(entries: Entries) -> Iterator[_Job]:

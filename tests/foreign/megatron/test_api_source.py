@@ -5,12 +5,14 @@ from __future__ import annotations
 import filecmp
 import io
 import os
+import tempfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -21,7 +23,7 @@ from zero1ckpt.api.carrying import read_carried
 from zero1ckpt.api.history import history
 from zero1ckpt.api.stored import describe
 from zero1ckpt.core.boxes import Box
-from zero1ckpt.core.errors import MissingError, UnsupportedError, UsageError
+from zero1ckpt.core.errors import CorruptError, MissingError, UnsupportedError, UsageError
 from zero1ckpt.foreign.megatron import carried as carrying
 from zero1ckpt.foreign.megatron.carried import rebuilt_runs
 from zero1ckpt.foreign.megatron.model import KeyBox, LocalParam
@@ -298,3 +300,40 @@ def test_archives_without_checksums_are_not_damaged(work):
     write_iteration(work / "iter_0000003", crc32=False)
     found = zero1ckpt.verify(work / "iter_0000003", deep=True)
     assert found.findings == []
+
+
+def test_damaged_data_is_not_converted(run, work):
+    """The map's proof does not read moments: the archives' own checksums say that one was damaged."""
+    values = write_iteration(work / "again", seed=3)
+    place = values["output.weight"]["exp_avg"].numpy().tobytes()[:384]
+    file = run / "iter_0000003" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(place) + 100] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"__0_0\.distcp.*exp_avg\.output\.weight.*checksum.*--no-verify"):
+        zero1ckpt.reshard(run, work / "a", to_dp=2, format="bucket_shards")
+    assert not (work / "a").exists()
+    zero1ckpt.reshard(run, work / "a", to_dp=2, format="bucket_shards", verify=False)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_no_damage_ends_in_anything_but_an_error_of_ours(seed):
+    random = Random(seed)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as root:
+        folder = Path(root) / "iter_0000003"
+        write_iteration(folder)
+        file = folder / random.choice((".metadata", "common.pt", "metadata.json", "__0_0.distcp"))
+        data = bytearray(file.read_bytes())
+        for _ in range(random.randint(1, 4)):
+            data[random.randrange(len(data))] = random.randrange(256)
+        file.write_bytes(data[: random.choice((len(data), random.randrange(len(data))))])
+        for verb in (
+            lambda: zero1ckpt.verify(folder, deep=True),
+            lambda: zero1ckpt.reshard(folder, Path(root) / "a", to_dp=2, format="bucket_shards"),
+            lambda: history(Path(root)),
+        ):
+            try:
+                verb()
+            except zero1ckpt.Zero1CkptError as error:
+                assert "\n" not in str(error)
