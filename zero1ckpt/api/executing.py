@@ -21,6 +21,7 @@ from .checkpoint import Checkpoint
 from .checkpoint import open as open_checkpoint
 from .commit import check_overwrite, check_space, encode_manifest_of, part_manifest, write_derived
 from .comparison import compare, read_changed
+from .megatron_target import MegatronPlan, execute_megatron
 from .stored import Stored, describe
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Start(msgspec.Struct):
 
 
 def execute(
-    plan: ReshardPlan,
+    plan: ReshardPlan | MegatronPlan,
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -60,6 +61,9 @@ def execute(
     ``ranks``: this process and the others that run the same plan; each writes its share of the blobs, rank 0 commits.
     Raises ``LostRankError`` that names the ranks which were not heard from for ``rank_timeout`` seconds.
     """
+    if isinstance(plan, MegatronPlan):
+        made = execute_megatron(plan, overwrite=overwrite, resume=resume, progress=progress, ranks=ranks)
+        return open_checkpoint(made)
     if resume and _already_done(plan, overwrite):
         for leftover in find_leftovers(plan.dst) if ranks is None or ranks.rank == 0 else ():
             if leftover.dst == plan.dst and leftover.owner is None:

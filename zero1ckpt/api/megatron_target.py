@@ -10,22 +10,26 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..core.errors import CorruptError, OutputError, UnsupportedError, UsageError
+from ..foreign.megatron.layout_file import LayoutFile, read_layout
 from ..foreign.megatron.targets.buckets import BucketRules
-from ..foreign.megatron.targets.files import TargetPart
+from ..foreign.megatron.targets.by_layout import with_layout
+from ..foreign.megatron.targets.files import FileFormat, TargetPart
 from ..foreign.megatron.targets.items import read_piece
-from ..foreign.megatron.targets.origin import Origin, from_carried, from_checkpoint
+from ..foreign.megatron.targets.origin import Origin, OriginPart, from_carried, from_checkpoint
 from ..foreign.megatron.targets.planning import TRACKER, Target, plan_target
 from ..foreign.megatron.targets.spaces import Copy
-from ..model.catalog import digest_tensors
+from ..model.catalog import Catalog, digest_tensors
+from ..model.manifest import FormatOptions
 from ..model.protocols import Progress
 from ..resharding.copying import BlobReport, PartCopy, copy_part
 from ..resharding.plan import correspond
 from ..storage.local import LocalStore, OutputFile
+from ..storage.rendezvous import Ranks
 from ..storage.staging import Area, Staging, refuse_existing, staged
 from .carrying import read_carried
 from .commit import check_space, window_bytes, workers_or_default
@@ -33,7 +37,10 @@ from .megatron_source import check_proved, prove_map
 from .stored import Stored
 from .writing import make_rules, parse_bucket_size
 
-__all__ = ["PREFIX", "MegatronPlan", "execute_megatron", "plan_megatron"]
+if TYPE_CHECKING:
+    from .resharding import PlanTotals
+
+__all__ = ["PREFIX", "MegatronPlan", "default_destination", "execute_megatron", "plan_megatron"]
 
 PREFIX = "megatron:"
 """Formats of this kind begin with it."""
@@ -48,14 +55,15 @@ class MegatronPlan:
     target: Target
     rules: BucketRules
     flavour: str | None
+    layout_file: LayoutFile | None
     unproved: bool
     workers: int
     window_bytes: int
     verify: bool
 
     @property
-    def format(self) -> str:
-        return PREFIX + self.target.layout
+    def format(self) -> FileFormat:
+        return self.target.format
 
     @property
     def container(self) -> str:
@@ -71,9 +79,19 @@ class MegatronPlan:
         small = {path: len(data) for path, data in self.target.small.items()}
         return {**self.target.payload_bytes, **small, TRACKER: len(self.target.tracker)}
 
-    @property
-    def peak_memory(self) -> int:
-        return self.workers * self.window_bytes
+    def totals(self) -> PlanTotals:
+        """What will be read and written; nothing is read to know. Calls are counted as one a window or a small file."""
+        from .resharding import PlanTotals
+
+        payload = self.target.payload_bytes
+        writes = sum(-(-nbytes // self.window_bytes) for nbytes in payload.values()) + len(self.target.small) + 1
+        read = sum(_extent_bytes(part.dst) for part in self.target.parts)
+        files = len(self.files)
+        return PlanTotals(writes, writes, read, self.payload_bytes, files, self.workers * self.window_bytes, True)
+
+    def part_rows(self) -> list[dict[str, Any]]:
+        """How each part of the source is laid out before and after."""
+        return [self._part_row(part) for part in self._parts()]
 
     @property
     def job(self) -> dict[str, Any]:
@@ -81,7 +99,7 @@ class MegatronPlan:
         return {
             "command": "reshard",
             "source": self.stored.manifest_digest,
-            "format": self.format,
+            "format": self.format.name,
             "flavour": self.flavour,
             "layout": repr(self.rules),
         }
@@ -90,9 +108,43 @@ class MegatronPlan:
         for part in self.target.parts:
             yield _part_copy(self.target, part)
 
+    def _parts(self) -> tuple[OriginPart, ...]:
+        return self.target.origin.groups if self.target.buckets else self.target.origin.parts
+
+    def _part_row(self, part: OriginPart) -> dict[str, Any]:
+        made = self.target.buckets.get(part.name)
+        old = part.layout
+        copies = [own.dst.placement for own in self.target.parts if own.dst.part == part.name]
+        sizes = [placement.payload_nbytes(blob) for placement in copies for blob in range(placement.blob_count)]
+        return {
+            "part": part.name,
+            "from_dp": None if old is None else old.dp_size,
+            "to_dp": None if made is None else made.dp_size,
+            "from_bucket_size": None if old is None else old.bucket_size,
+            "bucket_size": None if made is None else made.bucket_size,
+            "buffers": 0 if made is None else len(made.buffers),
+            "buckets": 0 if made is None else sum(buffer.bucket_count for buffer in made.buffers),
+            "numel": None if made is None else sum(buffer.numel for buffer in made.buffers),
+            "files": len(sizes),
+            "bytes": sum(sizes),
+        }
+
+
+def _extent_bytes(catalog: Catalog) -> int:
+    """Bytes of a catalog's files that are copied into them."""
+    placement = catalog.placement
+    return sum(int(placement.extents(blob).nbytes.sum()) for blob in range(placement.blob_count))
+
 
 def _part_copy(target: Target, part: TargetPart) -> PartCopy:
     return PartCopy(part.src, part.source, part.dst, target.format, correspond(part.src.state, part.dst.state))
+
+
+def default_destination(source: Path, to_dp: int | None, format: str) -> Path:
+    """Beside the save root that an iteration's folder lies in, or beside the folder itself."""
+    root = source.parent if (source.parent / TRACKER).is_file() else source
+    suffix = format.removeprefix(PREFIX) if to_dp is None else f"dp{to_dp}"
+    return root.parent / f"{root.name}-{suffix}"
 
 
 def plan_megatron(
@@ -102,6 +154,9 @@ def plan_megatron(
     *,
     to_dp: int | None = None,
     bucket_size: int | str | None = None,
+    container: str | None = None,
+    options: FormatOptions | None = None,
+    layout: str | os.PathLike[str] | None = None,
     flavour: str | None = None,
     unproved: bool = False,
     workers: int | None = None,
@@ -118,18 +173,25 @@ def plan_megatron(
     """
     size = None if bucket_size is None else parse_bucket_size(bucket_size)
     make_rules(1 if to_dp is None else to_dp, size)
-    origin = _origin(stored, unproved)
+    (options or FormatOptions()).only(format)
+    layout_file = None if layout is None else read_layout(Path(layout))
+    origin = _origin(stored, layout_file, unproved)
     rules = BucketRules(to_dp, size, bucket_size is None, _dense_dp(origin))
     target = plan_target(origin, format.removeprefix(PREFIX), rules, flavour)
+    if container not in (None, target.format.container):
+        raise UnsupportedError(f"{format} comes in one container", found=container, expected=target.format.container)
     threads = workers_or_default(workers)
     window = window_bytes(memory_limit, threads)
-    return MegatronPlan(stored, dst, target, rules, flavour, unproved, threads, window, verify)
+    return MegatronPlan(stored, dst, target, rules, flavour, layout_file, unproved, threads, window, verify)
 
 
-def _origin(stored: Stored, unproved: bool) -> Origin:
+def _origin(stored: Stored, layout: LayoutFile | None, unproved: bool) -> Origin:
     """What the target is made from. Raises ``UnsupportedError`` for a checkpoint that holds too little."""
-    if stored.megatron is not None:
-        return from_checkpoint(stored.megatron)
+    origin = from_checkpoint(stored.megatron) if stored.megatron is not None else _native_origin(stored, unproved)
+    return origin if layout is None else with_layout(origin, layout)
+
+
+def _native_origin(stored: Stored, unproved: bool) -> Origin:
     carried = read_carried(stored)
     if carried is None:
         raise UnsupportedError(
@@ -163,7 +225,7 @@ def _dense_dp(origin: Origin) -> int | None:
     """The dp size of the dense params, where it is known."""
     sizes = [
         (any(local.expert for local in part.local_params), part.layout.dp_size)
-        for part in origin.parts
+        for part in origin.groups
         if part.layout is not None and part.layout.dp_size is not None
     ]
     dense = [size for expert, size in sizes if not expert]
@@ -174,12 +236,19 @@ def _dense_dp(origin: Origin) -> int | None:
 
 
 def execute_megatron(
-    plan: MegatronPlan, *, overwrite: bool = False, resume: bool = False, progress: Progress | None = None
+    plan: MegatronPlan,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Proves the source's map, writes aside, and publishes at the end; returns the save root.
 
     Raises ``UnsupportedError`` where the map is not proved, ``CorruptError`` for the source, ``OutputError``.
     """
+    if ranks is not None and ranks.size > 1:
+        raise UsageError("one process writes a Megatron checkpoint", found=f"{ranks.size} ranks", hint="run it alone")
     if resume and plan.dst.exists() and _is_complete(plan):
         return plan.dst
     _check_overwrite(plan.dst, overwrite)
@@ -204,7 +273,7 @@ def _proved(plan: MegatronPlan, progress: Progress | None) -> MegatronPlan:
         return plan
     stored = prove_map(plan.stored, progress)
     check_proved(stored, unproved=plan.unproved)
-    origin = _origin(stored, plan.unproved)
+    origin = _origin(stored, plan.layout_file, plan.unproved)
     target = plan_target(origin, plan.target.layout, plan.rules, plan.flavour)
     return replace(plan, stored=stored, target=target)
 
@@ -333,9 +402,3 @@ def _is_megatrons(path: Path) -> bool:
     return len(inside) == 1 and (
         inside[0].endswith(".distcp") or inside[0] in (".metadata", "metadata.json", "common.pt")
     )
-
-
-def refuse_ranks(count: int) -> None:
-    """Raises ``UsageError``: several processes do not write one Megatron checkpoint."""
-    if count > 1:
-        raise UsageError("one process writes a Megatron checkpoint", found=f"{count} ranks", hint="run it alone")

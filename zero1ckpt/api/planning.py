@@ -14,7 +14,7 @@ from ..core.layout import layout_params
 from ..core.memory import BufferSize, Memory, Recipe, Stage, buffer_sizes, sharded_memory, smallest_dp, wire_bytes
 from ..model.state import MAIN_PARAM, ParamSpec, PartState
 from ..registry import DEFAULT_FORMAT
-from .resharding import plan_reshard
+from .resharding import ReshardPlan, plan_reshard
 from .writing import make_rules, parse_bucket_size
 
 __all__ = ["Choice", "MemoryPlan", "plan_checkpoint", "plan_count", "plan_model", "read_shapes"]
@@ -112,6 +112,7 @@ def plan_checkpoint(
     Slots of another shape than their param's are not counted: one rank holds each. Errors as of ``reshard``.
     """
     plan = plan_reshard(path, to_dp=dp_size, bucket_size=bucket_size, format=DEFAULT_FORMAT)
+    assert isinstance(plan, ReshardPlan)  # the default format is a native one
     recipe = _recipe([catalog.state for catalog in plan.catalogs], plan.stored.path)
     layouts = [catalog.layout for catalog in plan.catalogs if catalog.layout is not None]
     buffers = [size for layout in layouts for size in buffer_sizes(layout)]

@@ -27,6 +27,8 @@ from .checkpoint import Checkpoint
 from .commit import window_bytes, workers_or_default
 from .executing import execute
 from .mapping import map_digest
+from .megatron_target import PREFIX as MEGATRON
+from .megatron_target import MegatronPlan, default_destination, plan_megatron
 from .stored import Stored, describe, part_prefix
 from .writing import make_rules, parse_bucket_size
 
@@ -144,7 +146,7 @@ def plan_reshard(
     layout: str | os.PathLike[str] | None = None,
     unproved: bool = False,
     flavour: str | None = None,
-) -> ReshardPlan:
+) -> ReshardPlan | MegatronPlan:
     """Plans a reshard; reads the source's manifest only. Arguments and errors as of ``reshard``.
 
     ``check_files=False``: without a look at whether the source's files are there.
@@ -152,6 +154,24 @@ def plan_reshard(
     stored = describe(src, check_files=check_files, layout=layout)
     if unproved and stored.megatron is None:
         raise UsageError("--unproved is for Megatron checkpoints, and this is none", file=stored.path)
+    wanted = stored.manifest.format if format is None else format
+    if wanted.startswith(MEGATRON):
+        _check_from_dp(stored, from_dp)
+        return plan_megatron(
+            stored,
+            check_destination(stored.path, dst or default_destination(stored.path, to_dp, wanted)),
+            wanted,
+            to_dp=to_dp,
+            bucket_size=bucket_size,
+            container=container,
+            options=options,
+            layout=layout,
+            flavour=flavour,
+            unproved=unproved,
+            workers=workers,
+            memory_limit=memory_limit,
+            verify=verify,
+        )
     plugin = _target_format(stored, format, container)
     if flavour is not None:
         raise UsageError("--flavour is for Megatron targets", found=flavour, hint="leave it out")
@@ -165,11 +185,11 @@ def plan_reshard(
         )
     same = plugin is stored.format
     chosen = plugin.normalize(options or (stored.manifest.options if same else FormatOptions()))
-    wanted = [
+    rules = [
         _rules(stored, part, catalog, to_dp, size, keep_size=bucket_size is None)
         for part, catalog in stored.catalogs.items()
     ]
-    catalogs = _catalogs(stored, wanted, plugin, chosen)
+    catalogs = _catalogs(stored, rules, plugin, chosen)
     threads = workers_or_default(workers)
     window = window_bytes(memory_limit, threads)
     return ReshardPlan(stored, target, plugin, chosen, catalogs, threads, window, verify, unproved)
@@ -284,7 +304,12 @@ def reshard(
 def _destination(src: Path, dst: str | os.PathLike[str] | None, to_dp: int | None, format: Format) -> Path:
     source = src.resolve()
     suffix = format.name if to_dp is None else f"dp{to_dp}"
-    target = source.parent / f"{source.name}-{suffix}" if dst is None else Path(dst).resolve()
+    return check_destination(src, source.parent / f"{source.name}-{suffix}" if dst is None else dst)
+
+
+def check_destination(src: Path, dst: str | os.PathLike[str]) -> Path:
+    """The destination's whole path. Raises ``UsageError`` where it is the source, or one lies in the other."""
+    source, target = src.resolve(), Path(dst).resolve()
     if target == source or source in target.parents or target in source.parents:
         raise UsageError(
             "source and destination are the same folder or lie in each other",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from ..api.megatron_target import MegatronPlan
 from ..api.resharding import ReshardPlan, execute, plan_reshard, source_rules
 from ..api.stored import describe
 from ..core.layout import LayoutRules
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from .rows import Row
 
 __all__ = ["CopyOptions", "run"]
+
+
+Plan = ReshardPlan | MegatronPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def run(options: CopyOptions) -> int:
     return DONE
 
 
-def _plan(options: CopyOptions) -> ReshardPlan:
+def _plan(options: CopyOptions) -> Plan:
     given = _format_options(options)
     return plan_reshard(
         options.src,
@@ -113,7 +117,7 @@ def _with_source(options: CopyOptions, given: dict[str, Any]) -> FormatOptions:
     return structs.replace(manifest.options if same else FormatOptions(), **given)
 
 
-def _execute(plan: ReshardPlan, options: CopyOptions, ranks: Ranks) -> None:
+def _execute(plan: Plan, options: CopyOptions, ranks: Ranks) -> None:
     share = plan.payload_bytes // ranks.size
     with (
         resumable(plan.dst),
@@ -130,8 +134,10 @@ def _manifest(dst: Path) -> bytes | None:
         return None
 
 
-def part_rows(plan: ReshardPlan) -> list[Row]:
+def part_rows(plan: Plan) -> list[Row]:
     """How each part is laid out before and after."""
+    if isinstance(plan, MegatronPlan):
+        return plan.part_rows()
     rows = []
     for catalog in plan.catalogs:
         old, new = source_rules(plan.stored, catalog.part), _rules(catalog.layout)
@@ -158,7 +164,7 @@ def _rules(layout: object) -> LayoutRules | None:
     return rules if isinstance(rules, LayoutRules) else None
 
 
-def _document(plan: ReshardPlan, options: CopyOptions) -> Row:
+def _document(plan: Plan, options: CopyOptions) -> Row:
     """The document of --json: the same whether the plan was executed or not, but for ``dry_run``."""
     totals = plan.totals()
     parts = part_rows(plan)
@@ -186,7 +192,7 @@ def _document(plan: ReshardPlan, options: CopyOptions) -> Row:
     }
 
 
-def _write(page: Page, plan: ReshardPlan, options: CopyOptions, *, complete: bool) -> None:
+def _write(page: Page, plan: Plan, options: CopyOptions, *, complete: bool) -> None:
     parts = part_rows(plan)
     page.line(safe(str(plan.dst)), "bold")
     facts = [("from", safe(str(plan.stored.path)))]
@@ -218,13 +224,13 @@ def _write(page: Page, plan: ReshardPlan, options: CopyOptions, *, complete: boo
         page.line("  A dry run: nothing was written.", "dim")
 
 
-def _to_prove(plan: ReshardPlan) -> str:
+def _to_prove(plan: Plan) -> str:
     if plan.stored.megatron is not None:
         return "where each param lies, by the model's weights, before a byte is written"
     return "the checksums of the source, before the commit" if plan.verify else "nothing"
 
 
-def _proved(plan: ReshardPlan) -> str:
+def _proved(plan: Plan) -> str:
     if plan.stored.megatron is not None:
         return "nothing asked for (--unproved)" if plan.unproved else "where each param lies, by the model's weights"
     return "the checksums of the source" if plan.verify else "nothing (--no-verify)"

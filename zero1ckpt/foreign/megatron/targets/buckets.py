@@ -51,6 +51,11 @@ class PartBuckets:
     buffers: tuple[BufferLayout, ...]
 
     @property
+    def bucket_size(self) -> int | None:
+        """The threshold by which buckets were closed; None for one bucket a buffer."""
+        return next((b.rules.bucket_size for b in self.buffers if b.rules.bucket_size is not None), None)
+
+    @property
     def per_bucket(self) -> tuple[Value, Value]:
         """Values of ``per_bucket_numel`` and ``per_bucket_numel_unpadded``."""
         padded, unpadded = [], []
@@ -214,10 +219,21 @@ def _bucket_chunks(
     for slot, spec in enumerate(state.slots):
         key = bucket_key(made.part, gbuf, buffer.key, bucket, spec.name)
         for start, size, content in pieces:
-            fills = () if content is None else (_fill(made.part, *content, slot, size),)
+            fills = () if content is None else _fills(made.part, *content, slot, size)
             yield ChunkRow(key, (start,), (size,), fills, spec.dtype)
 
 
-def _fill(part: OriginPart, local: int, inside: int, slot: int, size: int) -> Fill:
+def _fills(part: OriginPart, local: int, inside: int, slot: int, size: int) -> tuple[Fill, ...]:
+    """What elements [inside, inside + size) of a local param are filled with."""
     held = part.local_params[local]
-    return Fill.run(held.param, slot, held.start + inside, size, 0)
+    if not part.pieces:
+        return (Fill.run(held.param, slot, held.start + inside, size, 0),)
+    item = part.catalog.state.slots[slot].itemsize
+    made, before = [], 0
+    for piece in part.pieces[local]:
+        low, high = max(inside - before, 0), min(inside + size - before, piece.box.size)
+        if low < high:
+            at = (before + low - inside) * item
+            made.append(Fill(piece.param, slot, piece.begin, piece.shape, piece.box, at, low, high))
+        before += piece.box.size
+    return tuple(made)

@@ -8,7 +8,7 @@ streams into these files as into any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -24,7 +24,7 @@ from ....model.catalog import PIECE_BYTES, Catalog, Extents, TablePlacement, pie
 from ....model.manifest import FileEntry, FormatOptions
 from ....model.protocols import Area, Source, Store
 from ....model.state import PartState
-from ..boxes import box_runs
+from .items import box_ranges
 
 __all__ = [
     "FILE_BYTES",
@@ -48,7 +48,8 @@ FILE_BYTES = 2**30
 class Fill:
     """What a run of bytes of a file is filled with: a box of an array that lies in a param, row by row.
 
-    The array of ``shape`` begins at element ``begin`` of the flattened (param, slot); ``at`` is the byte of the file.
+    The array of ``shape`` begins at element ``begin`` of the flattened (param, slot); of the flattened box it is
+    elements [low, high), ``high`` None to its end. ``at`` is the byte of the file.
     """
 
     param: int
@@ -57,6 +58,12 @@ class Fill:
     shape: tuple[int, ...]
     box: Box
     at: int
+    low: int = 0
+    high: int | None = None
+
+    def moved(self, by: int) -> Fill:
+        """The same at another byte."""
+        return replace(self, at=self.at + by)
 
     @classmethod
     def run(cls, param: int, slot: int, start: int, size: int, at: int) -> Fill:
@@ -129,19 +136,20 @@ class FilePlacement:
 
 
 def _extents_of(fill: Fill, blob: int, item: int) -> Extents:
-    """The runs of one fill; those that follow each other on both sides are one."""
-    if not fill.box.size:
+    """The runs of one fill."""
+    high = fill.box.size if fill.high is None else fill.high
+    if high <= fill.low:
         return Extents.concatenate([])
-    starts, run = box_runs(fill.shape, fill.box)
+    starts, sizes = box_ranges(fill.begin, fill.shape, fill.box, fill.low, high)
     count = len(starts)
     return Extents(
         np.full(count, fill.param, np.int64),
         np.full(count, fill.slot, np.int64),
-        starts + fill.begin,
-        np.full(count, run, np.int64),
+        starts,
+        sizes,
         np.full(count, blob, np.int64),
-        fill.at + np.arange(count, dtype=np.int64) * run * item,
-        np.full(count, run * item, np.int64),
+        fill.at + (np.cumsum(sizes) - sizes) * item,
+        sizes * item,
     )
 
 
@@ -253,7 +261,7 @@ class _Open:
         self.cells.append(Cell(hole, hole + inside))
         if plan is not None:
             self.archives.append((at, plan))
-        self.fills += [Fill(f.param, f.slot, f.begin, f.shape, f.box, hole + f.at) for f in row.fills]
+        self.fills += [fill.moved(hole) for fill in row.fills]
         self.used += row.nbytes if plan is None else plan.nbytes
         return at, self.used - at
 
@@ -288,11 +296,7 @@ def pack_chunks(groups: Sequence[Sequence[ChunkRow]], name: Callable[[int], str]
 def single_archive(key: str, plan: ArchivePlan, fills: Sequence[Sequence[Fill]]) -> TargetFile:
     """A file that is one archive: ``fills[i]`` are those of its i-th storage, ``at`` from the storage's start. Pure."""
     cells = tuple(Cell(hole.offset, hole.offset + hole.nbytes) for hole in plan.holes)
-    placed = tuple(
-        Fill(f.param, f.slot, f.begin, f.shape, f.box, hole.offset + f.at)
-        for hole, own in zip(plan.holes, fills, strict=True)
-        for f in own
-    )
+    placed = tuple(fill.moved(hole.offset) for hole, own in zip(plan.holes, fills, strict=True) for fill in own)
     return TargetFile(key, plan.nbytes, cells, ((0, plan),), placed)
 
 

@@ -24,7 +24,7 @@ from ....model.state import ParamSpec, PartState, SlotSpec
 from ..boxes import box_runs
 from ..entries import Place
 
-__all__ = ["CastItem", "FileItem", "Item", "ItemSource", "Items", "MadeItem", "Piece", "read_piece"]
+__all__ = ["CastItem", "FileItem", "Item", "ItemSource", "Items", "MadeItem", "Piece", "box_ranges", "read_piece"]
 
 
 class Item(Protocol):
@@ -87,11 +87,19 @@ class Piece:
 
     def ranges(self, low: int, high: int) -> tuple[IntColumn, IntColumn]:
         """First element in the flattened param, and size, of the runs of elements [low, high) of the flattened box."""
-        starts, run = box_runs(self.shape, self.box)
-        first, last = low // run, -(-high // run)
-        begin = np.maximum(np.arange(first, last) * run, low)
-        end = np.minimum(np.arange(first + 1, last + 1) * run, high)
-        return self.begin + starts[first:last] + begin - np.arange(first, last) * run, end - begin
+        return box_ranges(self.begin, self.shape, self.box, low, high)
+
+
+def box_ranges(begin: int, shape: Sequence[int], box: Box, low: int, high: int) -> tuple[IntColumn, IntColumn]:
+    """The runs of elements [low, high) of a flattened box of an array of ``shape`` that begins at element ``begin``:
+    where each begins, and its size. Pure.
+    """
+    starts, run = box_runs(shape, box)
+    first, last = low // run, -(-high // run)
+    inside = np.arange(first, last, dtype=np.int64) * run
+    start = np.maximum(inside, low)
+    end = np.minimum(inside + run, high)
+    return begin + starts[first:last] + start - inside, end - start
 
 
 def read_piece(catalog: Catalog, source: Source, slot: int, piece: Piece, low: int, high: int) -> NDArray[np.uint8]:

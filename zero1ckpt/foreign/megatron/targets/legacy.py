@@ -42,8 +42,7 @@ def plan_legacy(origin: Origin, rules: BucketRules, flavour: str | None) -> Targ
     format = FileFormat("megatron:legacy", "torch")
     parts = [_rank_part(rank, rules, folder, format) for rank in _ranks(origin)]
     parts.append(_model_files(origin, folder, format))
-    sizes = {part.name: part.layout.dp_size or 0 for part in origin.parts if part.layout is not None}
-    return Target(origin, "legacy", folder, tracker, tuple(parts), {}, (), format, sizes)
+    return Target(origin, "legacy", folder, tracker, tuple(parts), {}, (), format, {})
 
 
 @dataclass(frozen=True)

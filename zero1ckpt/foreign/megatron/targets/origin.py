@@ -27,7 +27,11 @@ COMMON_ENTRY = "common_state/shard_0_1"
 
 @dataclass(frozen=True)
 class OriginPart:
-    """One data-parallel group, or all state of a checkpoint in model space (``model.MegatronPart``)."""
+    """One data-parallel group, or all state of a checkpoint in model space (``model.MegatronPart``).
+
+    ``pieces``: where each local param lies, where it is not a run of one param of the catalog (a group that is made
+    from state in model space); else empty.
+    """
 
     name: str
     catalog: Catalog
@@ -37,6 +41,7 @@ class OriginPart:
     chained: int | None
     group: int
     pipeline_rank: int | None
+    pieces: tuple[tuple[Piece, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class OriginTensor:
 class Origin:
     """All that a target needs of its source. ``store``: its files; ``files``: other files by their path in the Megatron
     checkpoint, with their bytes and their place. ``objects``: keys and bytes of archives.
+    ``grouped``: the groups of the run, of a source in model space with a layout file.
     """
 
     label: str
@@ -68,6 +74,12 @@ class Origin:
     objects: Mapping[str, int]
     files: Mapping[str, FileItem]
     object_place: Callable[[str], Place]
+    grouped: tuple[OriginPart, ...] = ()
+
+    @property
+    def groups(self) -> tuple[OriginPart, ...]:
+        """Parts for a target in buckets."""
+        return self.grouped or self.parts
 
     def object_archive(self, key: str) -> Archive:
         """An object's archive. Raises ``CorruptError``."""

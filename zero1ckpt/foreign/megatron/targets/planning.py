@@ -55,7 +55,8 @@ _BUCKET_FORMATS = frozenset({"dp_reshardable", "fully_sharded_bucket_space", "dp
 @dataclass(frozen=True)
 class Target:
     """A planned checkpoint. ``parts``: copies that fill files; ``small``: files made here, by path; ``copies``: values
-    that must be the same in two parts of the origin. Paths are relative to the save root.
+    that must be the same in two parts of the origin; ``buckets``: of each part, in a bucket format. Paths are relative
+    to the save root.
     """
 
     origin: Origin
@@ -66,7 +67,7 @@ class Target:
     small: Mapping[str, bytes]
     copies: tuple[Copy, ...]
     format: FileFormat
-    dp_sizes: Mapping[str, int]
+    buckets: Mapping[str, PartBuckets]
 
     @property
     def total_bytes(self) -> int:
@@ -129,13 +130,13 @@ class _Builder:
         self.names: list[str] = []
         self.shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.items: list[Item] = []
-        self.dp_sizes: dict[str, int] = {}
+        self.buckets: dict[str, PartBuckets] = {}
 
     def build(self, rules: BucketRules) -> Target:
         copies: tuple[Copy, ...] = ()
         if self.layout == "dp_reshardable":
-            made = [part_buckets(part, rules) for part in self.origin.parts]
-            _check_groups(self.origin.parts)
+            made = [part_buckets(part, rules) for part in self.origin.groups]
+            _check_groups(self.origin.groups)
             for buckets in made:
                 self._add_buckets(buckets)
             objects = self._objects_of_buckets(made)
@@ -157,14 +158,14 @@ class _Builder:
             small,
             copies,
             self.format,
-            self.dp_sizes,
+            self.buckets,
         )
 
     # ----------------------------------------------------------------------------------------------- the params' state
 
     def _add_buckets(self, made: PartBuckets) -> None:
         """One file a rank."""
-        self.dp_sizes[made.part.name] = made.dp_size
+        self.buckets[made.part.name] = made
         for gbuf, buffer in enumerate(made.buffers):
             from .buckets import bucket_key
 
@@ -202,7 +203,7 @@ class _Builder:
     # ------------------------------------------------------------------------------------------------ objects by group
 
     def _optimizers(self) -> list[int | None]:
-        return list(dict.fromkeys(part.chained for part in self.origin.parts))
+        return list(dict.fromkeys(part.chained for part in self.origin.groups))
 
     def _objects_of_buckets(self, made: Sequence[PartBuckets]) -> dict[str, Item]:
         """The objects that each data-parallel group writes."""
