@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def write_rank(
         weights: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in params if not p.buffer):
             mine = [p for p in params if p.dtype == dtype and not p.buffer]
-            world = _gather(mine, state, style, weights)
+            world = gather(mine, state, style, weights)
             key = (DTYPES[dtype], torch.float32) if style.dtype_pair else torch.float32
             gathered[sum(type(k) is int for k in gathered)] = {key: world}
         for param in params:
@@ -87,7 +88,7 @@ def write_rank(
     torch.save(gathered, folder / "distrib_optim.pt")
 
 
-def _gather(params: Sequence[Param], state: State, style: Style, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+def gather(params: Sequence[Param], state: State, style: Style, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     layout = layout_buffer(params[0].buffer_key, params, list(range(len(params))), style.rules)
     padded = {slot: torch.zeros(layout.numel) for slot in SLOTS}
     model = torch.zeros(layout.numel, dtype=DTYPES[params[0].dtype])
@@ -121,3 +122,29 @@ def gpt_layer(prefix: str, hidden: int = 6, ffn: int = 10) -> list[Param]:
         Param(f"{prefix}.mlp.linear_fc2.weight", (hidden, ffn)),
         Param(f"{prefix}.mlp.linear_fc2.bias", (hidden,)),
     ]
+
+
+def write_zarr_gathered(
+    folder: Path, params: Sequence[Param], state: State, args: Mapping[str, Any], style: Style
+) -> None:
+    """The same state as ``dp_zero_gather_scatter`` in the zarr container: one group, one buffer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights: dict[str, torch.Tensor] = {}
+    world = gather(params, state, style, weights)
+    for name, weight in weights.items():
+        (folder / name).mkdir()
+        chunk = list(weight.shape)
+        told = {"zarr_format": 2, "shape": chunk, "chunks": chunk, "dtype": "bfloat16", "order": "C"}
+        told |= {"compressor": None, "filters": None, "fill_value": None}
+        (folder / name / ".zarray").write_text(json.dumps(told))
+        file = folder / name / ".".join("0" for _ in chunk)
+        file.write_bytes(weight.contiguous().view(torch.uint16).numpy().tobytes())
+    kind = {"param_state_sharding_type": "dp_zero_gather_scatter"}
+    torch.save({"args": Namespace(**args), "iteration": 3, "optimizer": kind}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    groups = [{"wd_mult": wd, "lr_mult": 1.0, "is_expert_parallel": False, "step": style.step} for wd in (1.0, 0.0)]
+    gathered = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): world}}
+    for key, value in (("param_state", gathered), ("optimizer", {"param_groups": groups})):
+        file = folder / f"optimizer.distributed.dp_group_idx_0.{key}" / "shard_0_1.pt"
+        file.parent.mkdir()
+        torch.save(value, file)

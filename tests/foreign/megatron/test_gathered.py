@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.foreign.megatron.legacy_writer import Param, Style, gpt_layer, random_state, write_zarr_gathered
 from tests.foreign.megatron.test_zero_gather import buffers
 from tests.foreign.megatron.truth import part_truth, ranks_by_part
-from zero1ckpt.foreign.megatron.gathered import bucket_bounds
+from zero1ckpt.core.errors import CorruptError, UnsupportedError
+from zero1ckpt.core.layout import LayoutRules
+from zero1ckpt.foreign.megatron.gathered import buffer_cuts
 from zero1ckpt.foreign.megatron.model import MegatronCheckpoint, MegatronPart
 from zero1ckpt.foreign.megatron.proving import prove
 from zero1ckpt.foreign.megatron.reading import describe
@@ -73,16 +76,58 @@ def test_buckets_that_places_do_not_show_follow_from_the_rule(corpus: Callable[.
 def test_the_true_bounds_are_among_those_found(made: tuple[list[int], list[int], list[int], int]) -> None:
     sizes, starts, _, total = made
     at = dict(zip(starts, sizes, strict=True))
-    found = bucket_bounds(total, sorted(set(sizes)), lambda start, size: at.get(start) == size)
+    found = buffer_cuts(total, sorted(set(sizes)), lambda start, size: at.get(start) == size)
     base, visible = 0, []
     for start in starts:
         if (start - base) % 64:
             base = start
             visible.append(start)
-    assert tuple(visible) in found
+    assert tuple(visible) in [cut.bounds for cut in found]
 
 
 @given(st.integers(1, 500))
 def test_what_nothing_tiles_has_no_bounds(total: int) -> None:
-    assert bucket_bounds(total, [total], lambda start, size: False) == []
-    assert bucket_bounds(total, [total], lambda start, size: True) == [()]
+    assert buffer_cuts(total, [total], lambda start, size: False) == []
+    (cut,) = buffer_cuts(total, [total], lambda start, size: True)
+    assert (cut.bounds, set(cut.edges)) == ((), {total})
+
+
+@pytest.mark.parametrize("young", [False, True])
+@pytest.mark.parametrize("bucket_size", [None, 1, 70, 200])
+@pytest.mark.parametrize("told", [False, True])
+def test_buckets_of_any_size(tmp_path: Path, bucket_size: int | None, told: bool, young: bool) -> None:
+    """Whatever is read is right: params that the content leaves open are said to be so."""
+    args = {"num_layers": 2, "data_parallel_size": 2, "overlap_grad_reduce": True, "ddp_bucket_size": bucket_size}
+    model = [
+        Param("embedding.weight", (11, 6)),
+        *gpt_layer("decoder.layers.0"),
+        *gpt_layer("decoder.layers.1"),
+        Param("decoder.final_layernorm.weight", (6,)),
+    ]
+    state = random_state(model, young=young)
+    style = Style(LayoutRules(2, bucket_size))
+    write_zarr_gathered(tmp_path, model, state, args if told else {}, style)
+    checkpoint = prove(describe(tmp_path))
+    part = checkpoint.parts[""]
+    assert (checkpoint.step, part.evidence.unproved, part.evidence.unknown) == (3, (), ())
+    assert part.evidence.proved == part.evidence.elements
+    sure = [name for name in part.catalog.state.index if name not in part.evidence.ambiguous]
+    assert young or len(sure) == len(model)
+    for name in sure:
+        for slot, own in (("fp32_param", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            expected = state[name][own].reshape(-1).numpy()
+            np.testing.assert_array_equal(values(checkpoint, part, name, slot), expected, name)
+
+
+def test_gathered_state_that_is_not_known(tmp_path: Path) -> None:
+    import torch
+
+    model = [Param("a.weight", (4, 4))]
+    write_zarr_gathered(tmp_path, model, random_state(model), {}, Style())
+    file = tmp_path / "optimizer.distributed.dp_group_idx_0.param_state" / "shard_0_1.pt"
+    torch.save({0: {}}, file)
+    with pytest.raises(UnsupportedError, match="in a form that is not known"):
+        describe(tmp_path)
+    torch.save([1, 2], file)
+    with pytest.raises(CorruptError, match="is no dict"):
+        describe(tmp_path)

@@ -366,3 +366,30 @@ def test_a_shifted_bucket_is_not_taken_for_sound(tmp_path: Path) -> None:
     torch.save(saved, file)
     with pytest.raises(UnsupportedError, match="where each param lies cannot be known"):
         open_legacy(tmp_path)
+
+
+def test_a_changed_weight_is_unproved_where_the_rule_places_it(tmp_path: Path) -> None:
+    import torch
+
+    args = ARGS | {"overlap_grad_reduce": True, "ddp_bucket_size": 100}
+    state = random_state(MODEL)
+    write_rank(tmp_path / "mp_rank_00", [MODEL], state, args, Style(LayoutRules(2, 100)))
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    saved["model"]["decoder.layers.1.linear_qkv.weight"][2, 3] += 1
+    torch.save(saved, file)
+    part = prove(open_legacy(tmp_path)).parts[""]
+    assert part.evidence.unproved == ("decoder.layers.1.linear_qkv.weight",)
+    assert part.evidence.proved == part.evidence.elements - 1
+
+
+def test_flipped_bytes_are_damage(tmp_path: Path) -> None:
+    write_rank(tmp_path / "mp_rank_00", [MODEL], random_state(MODEL), ARGS, Style(views=False))
+    legacy = open_legacy(tmp_path)
+    key = next(key for key in legacy.entries.tensors if key.endswith("gbuf_idx_0.param"))
+    name, at = legacy.entries.chunks.place(int(legacy.entries.tensors[key].chunks[0]))
+    data = bytearray((tmp_path / name).read_bytes())
+    data[at + 3] ^= 0x55
+    (tmp_path / name).write_bytes(bytes(data))
+    with pytest.raises(CorruptError, match="does not match its checksum"):
+        open_legacy(tmp_path)

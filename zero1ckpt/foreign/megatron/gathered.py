@@ -52,7 +52,7 @@ def read_gathered(entries: Entries, common: Common, options: Options, *, content
     parts: dict[str, MegatronPart] = {}
     notices = list(common.notices)
     for one in gathered:
-        raw = one.raw([()] * len(one.buffers))
+        raw = one.raw([_Cut()] * len(one.buffers))
         name = part_name(raw, len(gathered) == 1)
         told, said = options(raw)
         notices += [f"{name}: {line}" if name else line for line in said]
@@ -69,6 +69,27 @@ def read_gathered(entries: Entries, common: Common, options: Options, *, content
 # ------------------------------------------------------------------------------------------------------------- objects
 
 
+@dataclass(frozen=True)
+class _Field(RawField):
+    """A field of a bucket that begins at element ``origin`` of its one chunk."""
+
+    origin: int = 0
+
+    def rows(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
+        if high > low:
+            yield low, high - low, int(self.chunk[0]), low + self.origin
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a gathered buffer may be cut. ``bounds``: places inside it where buckets begin, as far as known; ``edges``:
+    where params begin and end, empty where that is not known.
+    """
+
+    bounds: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class _GatheredBuffer:
     """One buffer: for each field the chunk that is its whole tensor, of ``total`` elements."""
@@ -79,10 +100,13 @@ class _GatheredBuffer:
     fields: Mapping[str, int]
     total: int
 
-    def bucket(self, index: int, low: int, high: int) -> RawBucket:
-        """Elements [low, high) as a bucket: its first element is the chunk's element ``low``."""
+    def bucket(self, index: int, low: int, high: int, cuts: Sequence[int] = ()) -> RawBucket:
+        """Elements [low, high) as a bucket, in pieces that end at ``cuts``: there its params begin and end."""
+        inner = sorted({cut - low for cut in cuts if low < cut < high})
+        start = np.array([0, *inner], np.int64)
+        size = np.array([end - begin for begin, end in pairwise([0, *inner, high - low])], np.int64)
         fields = {
-            name: RawField("float32", 4, _column(-low), _column(self.total), _column(chunk))
+            name: _Field("float32", 4, start, size, np.full(len(start), chunk, np.int64), low)
             for name, chunk in self.fields.items()
         }
         return RawBucket(index, high - low, None, fields)
@@ -97,18 +121,14 @@ class _Gathered:
     group: int
     buffers: tuple[_GatheredBuffer, ...]
 
-    def raw(self, inner: Sequence[Sequence[int]]) -> RawPart:
-        """As buckets that begin at 0 and at the given places of each buffer."""
+    def raw(self, cuts: Sequence[_Cut]) -> RawPart:
+        """As buckets, each buffer cut in one way."""
         buffers = []
-        for buffer, places in zip(self.buffers, inner, strict=True):
-            bounds = [0, *places, buffer.total]
-            buckets = tuple(buffer.bucket(i, low, high) for i, (low, high) in enumerate(pairwise(bounds)))
+        for buffer, cut in zip(self.buffers, cuts, strict=True):
+            bounds = [0, *cut.bounds, buffer.total]
+            buckets = tuple(buffer.bucket(i, low, high, cut.edges) for i, (low, high) in enumerate(pairwise(bounds)))
             buffers.append(RawBuffer(buffer.index, buffer.param_dtype, buffer.grad_dtype, buckets))
         return RawPart(self.prefix, self.chained, self.group, tuple(buffers))
-
-
-def _column(value: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.array([value], np.int64)
 
 
 def _open(entries: Entries) -> tuple[Entries, list[_Gathered]]:
@@ -187,12 +207,12 @@ class _Object:
 # --------------------------------------------------------------------------------------------------- bounds of buckets
 
 
-def bucket_bounds(
+def buffer_cuts(
     total: int, sizes: Sequence[int], matches: Matches, empty: Matches = lambda start, size: True
-) -> list[tuple[int, ...]]:
-    """Sets of places inside a gathered buffer where buckets visibly begin, such that params tile it; the fewest first.
+) -> list[_Cut]:
+    """Ways to tile a gathered buffer with params, those with the fewest buckets first.
 
-    Only those places count that are no multiple of 64 from the bucket's start: others change no param's place.
+    Only those buckets count that begin at no multiple of 64 from the last one's start: others change no param's place.
     ``empty``: whether elements can be a gap inside a bucket; not asked where no tiling would be left.
     """
     for gaps in (empty, lambda start, size: True):
@@ -213,7 +233,7 @@ class _Graph:
     empty: Matches
 
     def explore(self) -> None:
-        self.edges: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        self.edges: dict[tuple[int, int], set[tuple[int, int, int]]] = {}
         todo = [(0, 0)]
         while todo:
             state = todo.pop()
@@ -222,56 +242,57 @@ class _Graph:
             if len(self.edges) > _MAX_STEPS:
                 raise UnsupportedError("there are too many ways to cut a gathered buffer into params")
             self.edges[state] = set(self.after(*state))
-            todo += self.edges[state]
+            todo += [(start, base) for start, base, _ in self.edges[state]]
         self.alive()
 
-    def after(self, start: int, base: int) -> Iterator[tuple[int, int]]:
+    def after(self, start: int, base: int) -> Iterator[tuple[int, int, int]]:
+        """Where the next param may begin, its bucket's start modulo 64, and where this one ends."""
         for size in self.sizes:
             end = start + size
             if end > self.total or not self.matches(start, size):
                 continue
             if end == self.total:
-                yield end, 0
+                yield end, 0, end
                 continue
             near = end + (base - end) % PARAM_ALIGN
             if near == end or (near < self.total and self.empty(end, near - end)):
-                yield near, base
+                yield near, base, end
             if near != end:
-                yield end, end % PARAM_ALIGN
+                yield end, end % PARAM_ALIGN, end
 
     def alive(self) -> None:
         """Fewest visible bounds from each state to the end."""
         self.left: dict[tuple[int, int], int] = {(self.total, 0): 0}
         for state in sorted(self.edges, reverse=True):
-            costs = [self.left[s] + self.begins(state, s) for s in self.edges[state] if s in self.left]
+            nexts = [row[:2] for row in self.edges[state] if row[:2] in self.left]
+            costs = [self.left[follows] + self.begins(state, follows) for follows in nexts]
             if costs:
                 self.left[state] = min(costs)
 
     def begins(self, state: tuple[int, int], follows: tuple[int, int]) -> bool:
         return follows[1] != state[1] and follows[0] != self.total
 
-    def best_first(self) -> Iterator[tuple[int, ...]]:
+    def best_first(self) -> Iterator[_Cut]:
         if (0, 0) not in self.left:
             return
         tie = count()
-        heap: list[tuple[int, int, tuple[int, int], tuple[int, ...]]] = [(self.left[0, 0], next(tie), (0, 0), ())]
-        seen: set[tuple[tuple[int, int], tuple[int, ...]]] = set()
+        heap: list[tuple[int, int, int, tuple[int, int], _Cut]] = [(self.left[0, 0], 0, next(tie), (0, 0), _Cut())]
         found = 0
         for _ in range(_MAX_STEPS):
             if not heap or found >= _MOST:
                 return
-            _, _, state, bounds = heapq.heappop(heap)
-            if (state, bounds) in seen:
-                continue
-            seen.add((state, bounds))
+            _, _, _, state, cut = heapq.heappop(heap)
             if state[0] >= self.total:
                 found += 1
-                yield bounds
+                yield cut
                 continue
-            for follows in self.edges[state]:
+            for start, base, end in sorted(self.edges[state]):
+                follows = (start, base)
                 if follows in self.left:
-                    grown = (*bounds, follows[0]) if self.begins(state, follows) else bounds
-                    heapq.heappush(heap, (len(grown) + self.left[follows], next(tie), follows, grown))
+                    bounds = (*cut.bounds, start) if self.begins(state, follows) else cut.bounds
+                    grown = _Cut(bounds, (*cut.edges, end, start))
+                    # Of equal ones the longest first: so one tiling is finished before others are begun.
+                    heapq.heappush(heap, (len(bounds) + self.left[follows], -start, next(tie), follows, grown))
 
 
 # ------------------------------------------------------------------------------------------------------------ one part
@@ -292,23 +313,23 @@ class _Finder:
 
     def part(self) -> MegatronPart:
         choices = [self.choices(buffer) for buffer in self.gathered.buffers]
-        tried = [self.read(inner) for inner in _combined(choices)]
-        fewest = min(_doubt(part) for part in tried)
-        best = [part for part in tried if _doubt(part) == fewest]
-        ruled = [(part, inner) for part in best if (inner := self.by_rule(part)) is not None]
+        tried = [(self.read(cuts), cuts) for cuts in _combined(choices)]
+        fewest = min(_doubt(part) for part, _ in tried)
+        best = [(part, cuts) for part, cuts in tried if _doubt(part) == fewest]
+        ruled = [inner for part, cuts in best if (inner := self.by_rule(part, cuts)) is not None]
         if ruled:  # a map that Megatron's layout rule makes is admissible; one that it cannot make is not
-            best = [self.read(inner) for inner in dict.fromkeys(inner for _, inner in ruled)]
-        return _agreed(best)
+            return _agreed([self.read(cuts) for cuts in dict.fromkeys(ruled)])
+        return _agreed([part for part, _ in best])
 
-    def read(self, inner: Sequence[Sequence[int]]) -> MegatronPart:
-        raw = self.gathered.raw(inner)
+    def read(self, cuts: Sequence[_Cut]) -> MegatronPart:
+        raw = self.gathered.raw(cuts)
         args = (self.entries, raw, self.name, FORMAT, self.units, self.weights, self.options)
         return read_part(*args, content=self.content)
 
-    def choices(self, buffer: _GatheredBuffer) -> list[tuple[int, ...]]:
-        """Sets of bounds of one buffer; without content, or where nothing fits, that of one bucket."""
+    def choices(self, buffer: _GatheredBuffer) -> list[_Cut]:
+        """Ways to cut one buffer; without content, or where nothing fits, as one bucket."""
         if not self.content:
-            return [()]
+            return [_Cut()]
         whole = buffer.bucket(0, 0, buffer.total)
         source = ChunkSource(self.entries.store, self.entries.chunks)
         lookup = Content(self.units, self.weights, "float32")
@@ -323,18 +344,18 @@ class _Finder:
             return not any(any(field.read(source, start, size)) for field in whole.fields.values())
 
         sizes = sorted(lookup.numels(buffer.param_dtype))
-        return bucket_bounds(buffer.total, sizes, matches, empty) or [()]
+        return buffer_cuts(buffer.total, sizes, matches, empty) or [_Cut()]
 
-    def by_rule(self, part: MegatronPart) -> tuple[tuple[int, ...], ...] | None:
-        """All bounds of every buffer, by the layout rule; None where no rule gives the places found."""
+    def by_rule(self, part: MegatronPart, cuts: Sequence[_Cut]) -> tuple[_Cut, ...] | None:
+        """The cuts with all bounds of every buffer, by the layout rule; None where no rule gives the places found."""
         if part.layout is None or part.evidence.unknown:
             return None
         found = []
-        for buffer, held in zip(part.layout.buffers, self.gathered.buffers, strict=True):
-            inner = self.buffer_by_rule(part, buffer, held.total)
-            if inner is None:
+        for buffer, held, cut in zip(part.layout.buffers, self.gathered.buffers, cuts, strict=True):
+            bounds = self.buffer_by_rule(part, buffer, held.total)
+            if bounds is None:
                 return None
-            found.append(inner)
+            found.append(_Cut(bounds, cut.edges))
         return tuple(found)
 
     def buffer_by_rule(self, part: MegatronPart, buffer: Buffer, total: int) -> tuple[int, ...] | None:
@@ -366,9 +387,9 @@ def _shared_choices(locals_: Sequence[LocalParam], tied: bool) -> list[frozenset
     return [*each, none] if tied else [none, *each]
 
 
-def _combined(choices: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[tuple[int, ...], ...]]:
+def _combined(choices: Sequence[Sequence[_Cut]]) -> list[tuple[_Cut, ...]]:
     """One choice for each buffer; where those are too many, the first of each but one."""
-    combined: list[tuple[tuple[int, ...], ...]] = [()]
+    combined: list[tuple[_Cut, ...]] = [()]
     for own in choices:
         chosen = own if len(combined) * len(own) <= _MOST else own[:1]
         combined = [(*before, one) for before in combined for one in chosen]

@@ -12,7 +12,7 @@ from ...core.layout import BufferKey, BufferLayout, LayoutRules, default_bucket_
 from .common import Args
 from .model import Bucket
 
-__all__ = ["FoundLayout", "PlacedParam", "buckets_by_rule"]
+__all__ = ["FoundLayout", "PlacedParam", "buckets_by_rule", "starts_by_rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,33 @@ def buckets_by_rule(
     """
     padded = all(param.world is not None for param in params)
     own = _dp_size(args, params[0].buffer_key.expert)
+    for size, stated, layout in _layouts(params, args, thresholds, overlaps, padded):
+        if _agrees(layout, params, total, padded) and _compact(layout) == [param.start for param in params]:
+            known = layout.rules.dp_size if padded and layout.rules.dp_size == own else None
+            return FoundLayout(_buckets(layout, padded), known, size, stated)
+    return None
+
+
+def starts_by_rule(params: Sequence[PlacedParam], total: int, args: Args, *, overlaps: bool) -> tuple[int, ...] | None:
+    """Where the params lie in the gathered buffer, by the rule that gives their places in the padded one; None where
+    there is none. ``start`` of the params is not looked at. Pure.
+    """
+    for _, _, layout in _layouts(params, args, (), overlaps, padded=True):
+        if _agrees(layout, params, total, padded=True):
+            return tuple(_compact(layout))
+    return None
+
+
+def _layouts(
+    params: Sequence[PlacedParam], args: Args, thresholds: Sequence[int], overlaps: bool, padded: bool
+) -> Iterator[tuple[int | None, bool, BufferLayout]]:
+    """Layouts that are possible, likeliest first, with the bucket size and whether the args state it."""
+    own = _dp_size(args, params[0].buffer_key.expert)
     for size, stated in _sizes(args, thresholds, overlaps):
         for dp in _dp_sizes(own, args) if padded else [1]:
             for high in (False, True) if padded else (False,):
                 rules = LayoutRules(dp, size, pad_for_high_nccl_busbw=high)
-                layout = layout_buffer(params[0].buffer_key, params, range(len(params))[::-1], rules)
-                if _agrees(layout, params, total, padded):
-                    known = dp if padded and dp == own else None
-                    return FoundLayout(_buckets(layout, padded), known, size, stated)
-    return None
+                yield size, stated, layout_buffer(params[0].buffer_key, params, range(len(params))[::-1], rules)
 
 
 def _sizes(args: Args, thresholds: Sequence[int], overlaps: bool) -> Iterator[tuple[int | None, bool]]:
@@ -91,11 +109,14 @@ def _dp_sizes(own: int | None, args: Args) -> list[int]:
 def _agrees(layout: BufferLayout, params: Sequence[PlacedParam], total: int, padded: bool) -> bool:
     if layout.numel_unpadded != total:
         return False
-    before = layout.bucket_numel_unpadded.cumsum() - layout.bucket_numel_unpadded
-    starts = layout.start - layout.bucket_offset[layout.bucket_of] + before[layout.bucket_of]
-    if starts.tolist() != [param.start for param in params]:
-        return False
     return not padded or layout.start.tolist() == [param.world for param in params]
+
+
+def _compact(layout: BufferLayout) -> list[int]:
+    """Where each param begins once the buckets' tails are removed."""
+    before = layout.bucket_numel_unpadded.cumsum() - layout.bucket_numel_unpadded
+    starts: list[int] = (layout.start - layout.bucket_offset[layout.bucket_of] + before[layout.bucket_of]).tolist()
+    return starts
 
 
 def _buckets(layout: BufferLayout, padded: bool) -> tuple[Bucket, ...]:

@@ -299,7 +299,7 @@ class _Builder:
     def shared(self, weight: Weight) -> bool:
         """Whether pipeline stages share the param: as the args state, or as its bucket shows, in which it is alone."""
         args = self.one.rank.args
-        if not weight.name.endswith(("word_embeddings.weight", "output_layer.weight", "embedding.weight")):
+        if not weight.embedding:
             return False
         if args.untied_embeddings is not None:
             return not args.untied_embeddings and (args.pipeline_parallel or 1) > 1

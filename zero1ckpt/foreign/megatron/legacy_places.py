@@ -9,9 +9,12 @@ from itertools import pairwise
 from ...core.casting import same_after_cast
 from ...core.dtypes import itemsize
 from ...core.errors import UnsupportedError
+from ...core.layout import BufferKey
+from ...encodings.torch_archive import check_member
 from ...model.state import MAIN_PARAM
 from .entries import ChunkSource, Entries
-from .legacy_ranks import OPTIMIZER_FILE, RankTensors, Weight, World, world_runs
+from .gathered_layout import PlacedParam, starts_by_rule
+from .legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, RankTensors, Weight, World, world_runs
 from .model import Bucket
 from .zero_gather import Item, Walk, walk_in_order
 
@@ -89,12 +92,46 @@ class _Placer:
                 walk = self.walk(order, items, align)
                 if walk is not None:
                     return self.placed(order, items, walk)
+        self.check_files()
+        found = self.by_rule_alone()
+        if found is not None:
+            return found
         raise UnsupportedError(
             "no order of buckets makes the main params the model's weights: where each param lies cannot be known",
             file=self.entries.store.label(self.one.rank.file(OPTIMIZER_FILE)),
             param=f"buffer {self.world.index}",
             found=f"{len(self.weights)} weights for {self.world.total} elements",
         )
+
+    def by_rule_alone(self) -> Placed | None:
+        """Places by the layout rule, where it gives the padded places that the views show, and some of the content:
+        weights that were changed afterwards then stand out, instead of hiding where all others are.
+        """
+        views = self.by_view()
+        if not views:
+            return None
+        items = [Item(w.numel, world=w.offset) for w in views]
+        expert = bool(views) and all(weight.expert for weight in views)
+        key = BufferKey(views[0].dtype, self.world.grad_dtype, expert)
+        choices: list[frozenset[int]] = [frozenset(), *(frozenset((i,)) for i, w in enumerate(views) if w.embedding)]
+        for shared in choices:
+            params = [PlacedParam(w.key, w.numel, key, i in shared, 0, w.offset) for i, w in enumerate(views)]
+            overlaps = self.one.rank.pp == 0 and views[0].virtual == 0
+            starts = starts_by_rule(params, self.world.total, self.one.rank.args, overlaps=overlaps)
+            if starts is None or self.world.bounds is not None:
+                continue
+            same = [self.same(weight, start, _QUICK) for weight, start in zip(views, starts, strict=True)]
+            if 2 * sum(same) > len(same):
+                walk = Walk(starts, tuple(frozenset[int | None]() for _ in views), tuple(False for _ in views))
+                return self.placed(views, items, walk)
+        return None
+
+    def check_files(self) -> None:
+        """Proves the rank's files by their checksums. Raises ``CorruptError``: then damage is why nothing agrees."""
+        rank = self.one.rank
+        for name, archive in ((OPTIMIZER_FILE, rank.optimizer), (MODEL_FILE, rank.model)):
+            for member in () if archive is None else archive.members.values():
+                check_member(self.entries.store, rank.file(name), member)
 
     def orders(self) -> Iterator[tuple[list[Weight], list[Item]]]:
         """Place orders that are possible, likeliest first: by the views' places, then by the state dict, reversed."""

@@ -217,6 +217,11 @@ class Weight:
     def expert(self) -> bool:
         return bool(EXPERT.search(self.name))
 
+    @property
+    def embedding(self) -> bool:
+        """Whether it may be an embedding that pipeline stages share."""
+        return self.name.endswith(("word_embeddings.weight", "output_layer.weight", "embedding.weight"))
+
 
 @dataclass(frozen=True, slots=True)
 class World:
