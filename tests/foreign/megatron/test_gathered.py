@@ -131,3 +131,12 @@ def test_gathered_state_that_is_not_known(tmp_path: Path) -> None:
     torch.save([1, 2], file)
     with pytest.raises(CorruptError, match="is no dict"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize("bucket_size", [None, 1])
+def test_params_that_nothing_tells_apart_are_not_certain(tmp_path: Path, bucket_size: int | None) -> None:
+    """Biases that are all zero, in modules whose order no rule gives, while their moments differ."""
+    model = [Param(f"m{i * 7 % 12}.bias", (6,)) for i in range(12)]
+    write_zarr_gathered(tmp_path, model, random_state(model, young=True), {}, Style(LayoutRules(2, bucket_size)))
+    part = describe(tmp_path).parts[""]
+    assert set(part.catalog.state.index) <= {*part.evidence.ambiguous, *part.evidence.unknown}

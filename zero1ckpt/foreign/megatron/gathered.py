@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
+from math import prod
 from pathlib import PurePath
 
 import numpy as np
@@ -317,9 +318,13 @@ class _Finder:
         fewest = min(_doubt(part) for part, _ in tried)
         best = [(part, cuts) for part, cuts in tried if _doubt(part) == fewest]
         ruled = [inner for part, cuts in best if (inner := self.by_rule(part, cuts)) is not None]
+        parts = [part for part, _ in best]
         if ruled:  # a map that Megatron's layout rule makes is admissible; one that it cannot make is not
-            return _agreed([self.read(cuts) for cuts in dict.fromkeys(ruled)])
-        return _agreed([part for part, _ in best])
+            parts = [self.read(cuts) for cuts in dict.fromkeys(ruled)]
+        agreed = _agreed(parts)
+        if prod(len(own) for own in choices) < _MOST:
+            return agreed
+        return _with_ambiguous(agreed, agreed.catalog.state.index)  # maps that were not looked at may differ anywhere
 
     def read(self, cuts: Sequence[_Cut]) -> MegatronPart:
         raw = self.gathered.raw(cuts)
@@ -404,13 +409,14 @@ def _agreed(parts: Sequence[MegatronPart]) -> MegatronPart:
     """The first of several maps; params that another one places elsewhere are ambiguous."""
     first = parts[0]
     differ = {name for other in parts[1:] for name in _differences(first, other)}
-    if not differ:
-        return first
-    old = first.evidence
-    names = [param.name for param in first.catalog.state.params]
-    ambiguous = tuple(name for name in names if name in differ or name in old.ambiguous)
-    evidence = Evidence(old.by, old.elements, old.proved, ambiguous, old.unproved, old.unknown)
-    return replace(first, evidence=evidence)
+    return _with_ambiguous(first, differ)
+
+
+def _with_ambiguous(part: MegatronPart, more: Collection[str]) -> MegatronPart:
+    old = part.evidence
+    names = [param.name for param in part.catalog.state.params]
+    ambiguous = tuple(name for name in names if name in more or name in old.ambiguous)
+    return replace(part, evidence=Evidence(old.by, old.elements, old.proved, ambiguous, old.unproved, old.unknown))
 
 
 def _differences(one: MegatronPart, other: MegatronPart) -> Iterator[str]:
