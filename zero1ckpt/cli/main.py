@@ -18,7 +18,7 @@ from .text import one_line
 
 __all__ = ["cli", "main", "run"]
 
-_VERBS = ("inspect", "reshard", "convert", "verify", "diff", "log", "plan", "export", "clean", "demo")
+_VERBS = ("inspect", "reshard", "convert", "verify", "diff", "log", "plan", "export", "doctor", "clean", "demo")
 _PROGRAM = "zero1ckpt"
 
 

@@ -10,7 +10,11 @@ from numpy.typing import NDArray
 __all__ = ["BITS", "cast", "exact_in_bfloat16", "ulps_apart", "widen"]
 
 Array = NDArray[Any]
-BITS = {"float32": np.dtype(np.uint32), "float16": np.dtype(np.uint16), "bfloat16": np.dtype(np.uint16)}
+BITS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.uint32),
+    "float16": np.dtype(np.uint16),
+    "bfloat16": np.dtype(np.uint16),
+}
 """The unsigned type that holds a weight's bits, of the dtypes that have a cast."""
 
 
@@ -42,7 +46,8 @@ def exact_in_bfloat16(values: Array) -> bool:
 
 def ulps_apart(a: Array, b: Array) -> Array:
     """How many representable numbers lie between each two, by their bits; the sign counts through zero. Pure."""
-    return np.abs(_ordered(a) - _ordered(b))
+    apart: Array = np.abs(_ordered(a) - _ordered(b))
+    return apart
 
 
 def _ordered(bits: Array) -> Array:

@@ -100,8 +100,6 @@ class _State:
     compact: int = 0
     align: int = 0
     most_tail: int = -1
-    more_than: int = 0
-    at_most: float = inf
     windows: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -118,16 +116,9 @@ class _State:
 
     @property
     def key(self) -> object:
-        return (
-            self.walk.key,
-            self.placed,
-            self.last,
-            self.size,
-            self.align,
-            self.most_tail,
-            self.more_than,
-            self.at_most,
-        )
+        """What decides how it goes on."""
+        windows = tuple((i, at - self.compact_end) for i, at in self.windows)
+        return self.walk.key, self.placed, self.last, self.size, self.shift, self.align, self.most_tail, windows
 
 
 def search(
@@ -139,12 +130,19 @@ def search(
     """
     layer = _Layer(units, size_closes)
     found = Search()
-    stack = [_State(walk)]
-    seen: set[object] = set()
+    stack: list[_State | _Left] = [_State(walk)]
+    futile: set[object] = set()
     known: set[tuple[tuple[int, int], ...]] = set()
     states = 0
     while stack:
         state = stack.pop()
+        if isinstance(state, _Left):
+            if state.solutions == len(found.solutions):
+                futile.add(state.key)
+            continue
+        key = state.key
+        if key in futile:
+            continue
         states += 1
         if states > most_states or len(found.solutions) >= most_solutions:
             found.complete = False
@@ -152,12 +150,20 @@ def search(
         if state.placed == layer.all:
             _finish(layer, state, found, known)
             continue
-        if state.shift == 0:  # what went before is in its place in whatever order
-            if state.key in seen:
-                continue
-            seen.add(state.key)
+        if state.shift == 0:  # what went before is in its place in whatever order: once is enough
+            futile.add(key)
+        else:
+            stack.append(_Left(key, len(found.solutions)))
         stack.extend(reversed([*layer.next(state)]))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Marks on the stack that all below a state was tried, and how many solutions there were before."""
+
+    key: object
+    solutions: int
 
 
 def _finish(layer: _Layer, state: _State, found: Search, known: set[tuple[tuple[int, int], ...]]) -> None:
@@ -166,7 +172,7 @@ def _finish(layer: _Layer, state: _State, found: Search, known: set[tuple[tuple[
     chain: list[Placed] = []
     link = state.chain
     while link is not None:
-        place, link = link  # type: ignore[assignment, misc]
+        place, link = link  # type: ignore[assignment]
         chain.append(place)  # type: ignore[arg-type]
     placed = tuple(reversed(chain))
     if not any(place.shift for place in placed):
@@ -176,7 +182,52 @@ def _finish(layer: _Layer, state: _State, found: Search, known: set[tuple[tuple[
         signature = tuple((place.unit, place.shift) for place in placed[max(first - 1, 0) :])
     if signature not in known:
         known.add(signature)
-        found.solutions.append(Solution(placed, state.align))
+        if _by_rule(layer.units, placed, layer.size_closes):
+            found.solutions.append(Solution(placed, state.align))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A bucket while its params are counted, and what is known of the size that closes one: (more than, at most]."""
+
+    place: int
+    bucket: int
+    align: int
+    most_tail: int
+    more_than: int = -1
+    at_most: float = inf
+
+
+def _by_rule(units: Sequence[Unit], placed: Sequence[Placed], size_closes: bool) -> bool:
+    """Whether some dp size and bucket size give this layout, by the rule for buckets. Pure.
+
+    Ends of buckets that need no padding do not show: both ways are tried.
+    """
+    if not size_closes:
+        return True  # every end is one of a param with a bucket of its own
+    stack = [_Rule(0, 0, 0, -1)]
+    tried = 0
+    while stack:
+        state = stack.pop()
+        tried += 1
+        here = placed[state.place]
+        if state.place + 1 == len(placed) or tried > _MOST_RULES:
+            return True
+        then = placed[state.place + 1]
+        size = here.padded + units[here.unit].numel - state.bucket
+        forced = units[here.unit].shared or units[then.unit].shared
+        if then.shift == here.shift and not forced:
+            stack.append(replace(state, place=state.place + 1, more_than=max(state.more_than, size)))
+        tail = then.padded - then.compact - here.padded + here.compact
+        align, most = gcd(state.align, then.padded), max(state.most_tail, tail)
+        at_most = state.at_most if forced else min(state.at_most, size)
+        if align % BUCKET_ALIGN == 0 and align > most:
+            stack.append(_Rule(state.place + 1, then.padded, align, most, state.more_than, at_most))
+        stack = [row for row in stack if row.more_than < row.at_most]
+    return False
+
+
+_MOST_RULES = 20_000
 
 
 class _Layer:
@@ -211,23 +262,21 @@ class _Layer:
             yield state
             return
         after_shared = self.units[state.last].shared
-        if not shared and not after_shared:
-            yield from _checked(replace(state, more_than=max(state.more_than, state.size)))
         if shared or after_shared:
             unpadded = _up(state.size, PARAM_ALIGN) if shared and not after_shared else state.size
-            yield from self._closed(state, unpadded)
+            yield from self._closed(state, unpadded, hidden=True)
+        else:
+            yield state
         if self.size_closes and not after_shared:
-            yield from self._closed(replace(state, at_most=min(state.at_most, state.size)), state.size)
+            yield from self._closed(state, state.size, hidden=shared)
 
-    def _closed(self, state: _State, unpadded: int) -> Iterator[_State]:
+    def _closed(self, state: _State, unpadded: int, *, hidden: bool) -> Iterator[_State]:
+        """``hidden``: also an end without padding, which otherwise is as if the bucket went on."""
         for tail in self._tails(state, unpadded):
             end = state.bucket + unpadded + tail
             align, most = gcd(state.align, end), max(state.most_tail, tail)
-            if align > most:
-                closed = replace(
-                    state, bucket=end, end=end, compact=state.compact + unpadded, align=align, most_tail=most
-                )
-                yield from _checked(closed)
+            if align > most and (tail or hidden):
+                yield replace(state, bucket=end, end=end, compact=state.compact + unpadded, align=align, most_tail=most)
 
     def _tails(self, state: _State, unpadded: int) -> list[int]:
         """Padding that may follow a bucket: what makes shifts that were located, or follows from a dp size."""
@@ -271,12 +320,6 @@ class _Layer:
         assert unit.stored is not None
         mine, theirs = unit.stored[low - at : high - at], weight[low - compact : high - compact]
         return bool((mine[:64] == theirs[:64]).all()) and bool((mine == theirs).all())
-
-
-def _checked(state: _State) -> Iterator[_State]:
-    """A state whose bucket size can still be: more than every bucket that went on, at most one that ended."""
-    if state.more_than < state.at_most:
-        yield state
 
 
 def _alignments(known: int) -> list[int]:

@@ -30,12 +30,16 @@ from ..core.boxes import Box
 from .casts import cast, widen
 from .module_order import walk, without_fused_names
 from .shift_search import Placed, Solution, Unit, search
-from .subject import Array, Damage, Subject, ranges
+from .subject import Array, Damage, Subject, ranges, some_ranges
 
 __all__ = ["KIND", "Mended", "ShiftDiagnosis", "detect", "diagnose", "repair"]
 
 KIND = "shifted_state"
 _MAIN = "fp32_param"
+_MOST_STATES = (3_000, 20_000)
+"""Of a search: a job that did not hold the params so costs as much as is allowed, the right one as a rule little."""
+_ONE_CUT = ("linear_proj.weight", "linear_fc2.weight", "word_embeddings.weight")
+"""Keys that tensor parallelism cuts once; others may be cut into two halves each, or not at all."""
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
@@ -65,7 +69,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One way in which the params may have been divided. ``buffers``: parts of each, and whether sizes close buckets."""
+    """One way of dividing the params. ``buffers``: parts of each, and whether sizes close buckets."""
 
     title: str
     buffers: tuple[tuple[tuple[_Part, ...], bool], ...]
@@ -147,7 +151,9 @@ def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damag
         param = subject.params[index]
         lost = diagnosis.lost.get(index, ())
         count = sum(high - low for low, high in lost)
-        gone = f"; lost are {count} of {param.numel}: {_some(lost)}" if lost else "; all of it lies in other places"
+        gone = (
+            f"; lost are {count} of {param.numel}: {some_ranges(lost)}" if lost else "; all of it lies in other places"
+        )
         yield Damage(
             KIND,
             f"{param.name}: state is stored in the wrong place (Megatron-LM #5077){gone}",
@@ -162,24 +168,20 @@ def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damag
         )
 
 
-def _some(rows: Sequence[tuple[int, int]]) -> str:
-    shown = ", ".join(f"[{low}, {high})" for low, high in rows[:6])
-    return f"{shown} and {len(rows) - 6} ranges more" if len(rows) > 6 else shown
-
-
 def diagnose(subject: Subject) -> ShiftDiagnosis | None:
     """The layout by which stored main params equal the weights, where they do not as they stand; None without one.
 
-    Reads all main params, and all moments of what is damaged. Holds those of one model-parallel rank's buffer at a time.
+    Reads all main params, and the moments of what is damaged. Holds the weights of one buffer at a time.
     """
     if not any(_wrong(subject, i) for i in range(len(subject.params))):
         return None
-    found: list[tuple[_Job, list[list[Solution]]]] = []
-    for job in _jobs(subject):
-        solved = _solve(subject, job)
-        if solved is not None:
-            found.append((job, solved))
-    return _agreed(subject, found) if found else None
+    jobs = list(_jobs(subject))
+    for most_states in _MOST_STATES:
+        solved = [(job, _solve(subject, job, most_states)) for job in jobs]
+        found = [(job, solutions) for job, solutions in solved if solutions is not None]
+        if found:
+            return _agreed(subject, found)
+    return None
 
 
 def _wrong(subject: Subject, param: int) -> bool:
@@ -189,14 +191,14 @@ def _wrong(subject: Subject, param: int) -> bool:
     return not np.array_equal(cast(values, subject.params[param].dtype), weight)
 
 
-def _solve(subject: Subject, job: _Job) -> list[list[Solution]] | None:
+def _solve(subject: Subject, job: _Job, most_states: int) -> list[list[Solution]] | None:
     """All layouts of each buffer of a job; None where one has none, or too many to see all."""
     solved = []
     for parts, size_closes in job.buffers:
         units = [_unit(subject, part) for part in parts]
         if any(unit is None for unit in units):
             return None
-        solutions = _layouts([unit for unit in units if unit is not None], parts, subject, size_closes)
+        solutions = _layouts([unit for unit in units if unit is not None], parts, subject, size_closes, most_states)
         if not solutions:
             return None
         solved.append(solutions)
@@ -204,14 +206,14 @@ def _solve(subject: Subject, job: _Job) -> list[list[Solution]] | None:
 
 
 def _layouts(
-    units: Sequence[Unit], parts: Sequence[_Part], subject: Subject, size_closes: bool
+    units: Sequence[Unit], parts: Sequence[_Part], subject: Subject, size_closes: bool, most_states: int
 ) -> list[Solution] | None:
     if all(unit.right for unit in units):
         return [Solution(tuple(Placed(i, 0, 0) for i in range(len(units))), 0)]
     hints = _Hints(subject, parts)
     found: list[Solution] = []
     for names in _namings([part.name for part in parts]):
-        result = search(units, walk(names, hints.preferred), size_closes=size_closes)
+        result = search(units, walk(names, hints.preferred), size_closes=size_closes, most_states=most_states)
         if not result.complete:
             return None
         found += result.solutions
@@ -263,10 +265,7 @@ class _Hints:
         place = {placed.unit: at for at, placed in enumerate(solution.placed)}
         shifted = {placed.unit for placed in solution.placed if placed.shift}
         return sum(
-            place[a] > place[b]
-            for chain in self.chains
-            for a, b in pairwise(chain)
-            if a in shifted or b in shifted
+            place[a] > place[b] for chain in self.chains for a, b in pairwise(chain) if a in shifted or b in shifted
         )
 
 
@@ -292,7 +291,7 @@ def _embedding(subject: Subject) -> int | None:
     names = [param.name for param in subject.params]
     exact = [i for i, name in enumerate(names) if name.endswith(_WORD_EMBEDDINGS)]
     near = [i for i, name in enumerate(names) if "embedding" in name and "position" not in name]
-    return (exact or near or [None])[0]
+    return next(iter(exact or near), None)
 
 
 def _has_output(subject: Subject) -> bool:
@@ -302,6 +301,9 @@ def _has_output(subject: Subject) -> bool:
 def _tensor_sizes(subject: Subject) -> list[int]:
     if subject.sizes.tensor is not None:
         return [subject.sizes.tensor]
+    cut = {len(param.pieces) for param in subject.params if not param.expert and param.name.endswith(_ONE_CUT)}
+    if len(cut) == 1:
+        return sorted(cut)
     counts = {len(param.pieces) for param in subject.params if not param.expert}
     return sorted({1} | counts)
 
@@ -368,10 +370,10 @@ def _job(subject: Subject, tensor: int, stages: tuple[tuple[int, int], ...], sha
         for key, part in _parts(subject, index, tensor, shared == index):
             buffers.setdefault((stage, param.dtype, param.expert, *key), []).append(part)
     if shared is not None and len(stages) > 1:
-        for (_, dtype, _, *key), parts in [item for item in buffers.items() if item[0][0] == 0]:
+        for (_, dtype, _, *rank), parts in [item for item in buffers.items() if item[0][0] == 0]:
             for part in [part for part in parts if part.param == shared]:
                 copy = _Part(_OUTPUT, shared, part.boxes, stored=False, shared=True)
-                buffers.setdefault((len(stages) - 1, dtype, False, *key), []).append(copy)
+                buffers.setdefault((len(stages) - 1, dtype, False, *rank), []).append(copy)
     if any(not part.boxes for parts in buffers.values() for part in parts):
         return None
     rows = tuple((tuple(parts), key[0] == 0) for key, parts in buffers.items())

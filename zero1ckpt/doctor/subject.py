@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..core.boxes import Box
 
-__all__ = ["Array", "Damage", "Piece", "Sizes", "Subject", "SubjectParam", "Values", "ranges"]
+__all__ = ["Array", "Damage", "Piece", "Sizes", "Subject", "SubjectParam", "Values", "View", "ranges", "some_ranges"]
 
 Array = NDArray[Any]
 
@@ -63,11 +63,21 @@ class SubjectParam:
         return prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """One param with its arrays: ``slots`` as float32 in the param's shape, ``weight`` as bits."""
+
+    index: int
+    param: SubjectParam
+    slots: Mapping[str, Array]
+    weight: Array | None = None
+
+
 class Values(Protocol):
-    """Reads arrays of one part, in the param's shape."""
+    """Reads arrays of one part, in the param's shape. What is returned is not written to."""
 
     def slot(self, param: int, slot: str) -> Array | None:
-        """A slot's values; None where it has none."""
+        """A slot's values as float32; None where it has none, or a dtype that is no float of at most 32 bits."""
 
     def weight(self, param: int) -> Array | None:
         """Bits of the model's weight (``casts.BITS``); None where it is not stored, or has no cast."""
@@ -85,9 +95,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Subject:
-    """One part. ``groups``: of the optimizer, with ``step`` where each states its own; ``steps``: all that are stated.
-
-    ``dtypes``: of each slot. ``megatron``: whether buffers of Megatron-Core's distributed optimizer were saved.
+    """One part. ``dtypes``: of each slot; ``steps``: the counts of updates that are stated, None for one that is
+    missing; ``lrs``: learning rates of the groups.
     """
 
     part: str
@@ -97,8 +106,8 @@ class Subject:
     values: Values
     step: int | None = None
     steps: tuple[int | float | None, ...] = ()
+    lrs: tuple[float, ...] = ()
     sizes: Sizes = field(default_factory=Sizes)
-    version: str | None = None
 
     @property
     def slots(self) -> Sequence[str]:
@@ -109,3 +118,9 @@ def ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """The maximal ranges in which a flat mask is true. Pure."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.reshape(-1).astype(np.int8), [0]))))
     return [(int(low), int(high)) for low, high in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def some_ranges(rows: Sequence[tuple[int, int]], most: int = 6) -> str:
+    """Ranges as text, the first of many. Pure."""
+    shown = ", ".join(f"[{low}, {high})" for low, high in rows[:most])
+    return f"{shown} and {len(rows) - most} ranges more" if len(rows) > most else shown
