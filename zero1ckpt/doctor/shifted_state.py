@@ -211,14 +211,19 @@ def _layouts(
     if all(unit.right for unit in units):
         return [Solution(tuple(Placed(i, 0, 0) for i in range(len(units))), 0)]
     hints = _Hints(subject, parts)
-    found: list[Solution] = []
-    for names in _namings([part.name for part in parts]):
-        result = search(units, walk(names, hints.preferred), size_closes=size_closes, most_states=most_states)
-        if not result.complete:
-            return None
-        found += result.solutions
-    least = min((hints.against(solution) for solution in found), default=0)
-    return [solution for solution in found if hints.against(solution) == least]
+    for chains in (hints.chains, ()):
+        found: list[Solution] = []
+        for names in _namings([part.name for part in parts]):
+            result = search(
+                units, walk(names, hints.preferred), size_closes=size_closes, chains=chains, most_states=most_states
+            )
+            if not result.complete:
+                return None
+            found += result.solutions
+        if found:
+            least = min(hints.against(solution) for solution in found)
+            return [solution for solution in found if hints.against(solution) == least]
+    return None
 
 
 def _namings(names: Sequence[str]) -> list[list[str]]:
