@@ -41,8 +41,9 @@ class Checkpoint:
     a foreign one), ``path``.
     """
 
-    def __init__(self, stored: Stored, part: str) -> None:
+    def __init__(self, stored: Stored, part: str, *, unproved: bool = False) -> None:
         self._stored = stored
+        self._unproved = unproved
         self._catalog = stored.catalogs[part]
         self.part = part
         self.path = stored.path
@@ -80,7 +81,10 @@ class Checkpoint:
 
     @property
     def parts(self) -> Mapping[str, Checkpoint]:
-        return {name: self if name == self.part else Checkpoint(self._stored, name) for name in self._stored.catalogs}
+        return {
+            name: self if name == self.part else Checkpoint(self._stored, name, unproved=self._unproved)
+            for name in self._stored.catalogs
+        }
 
     @cached_property
     def extra(self) -> Any:
@@ -108,11 +112,16 @@ class Checkpoint:
         """One slot of a param, in its shape, or with ``range`` the flat part; on the CPU, in the stored dtype.
 
         Reads only the bytes that are needed, and proves every checksummed piece that it reads whole.
-        Raises ``UsageError`` for a name or range that does not exist, ``CorruptError`` for damaged data.
+        Raises ``UsageError`` for a name or range that does not exist, ``CorruptError`` for damaged data, and
+        ``UnsupportedError`` for a param of a Megatron checkpoint whose place is not sure.
         """
         import torch
 
         param = self._param(name)
+        if self._stored.megatron is not None and not self._unproved:
+            from .megatron_source import check_readable
+
+            check_readable(self._stored, self.part, name)
         scalar = self.state.scalars_of(param).get(slot)
         if scalar is not None:
             return torch.tensor(scalar.value, dtype=torch_dtype(scalar.dtype))
@@ -192,11 +201,14 @@ def _one_slice(catalog: Catalog, param: int, slot: int, asked: Range, nbytes: in
     return Catalog("memory", "memory", catalog.part, catalog.state, None, placement)
 
 
-def open(path: str | os.PathLike[str], *, layout: str | os.PathLike[str] | None = None) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str], *, layout: str | os.PathLike[str] | None = None, unproved: bool = False
+) -> Checkpoint:
     """Opens a committed checkpoint, ours or Megatron's, or the one that a run folder points to. Reads no tensor data.
 
-    ``layout``: a file that says how a Megatron checkpoint's params lie in its buffers.
+    ``layout``: a file that says how a Megatron checkpoint's params lie in its buffers. ``unproved``: params are read
+    too of which it is not sure where they lie.
     Raises ``MissingError``, ``CorruptError`` or ``UnsupportedError``.
     """
     stored = describe(Path(path), layout=layout)
-    return Checkpoint(stored, next(iter(stored.catalogs)))
+    return Checkpoint(stored, next(iter(stored.catalogs)), unproved=unproved)

@@ -91,12 +91,17 @@ class MegatronFormat:
         return UnsupportedError("this layout is only read", found=self.name, hint="choose another --format")
 
 
-def describe_megatron(folder: Path, layout_file: str | os.PathLike[str] | None = None) -> Stored:
+def describe_megatron(
+    folder: Path, layout_file: str | os.PathLike[str] | None = None, *, content: bool | None = True
+) -> Stored:
     """Reads what a Megatron iteration folder says of itself; of tensors at most what tells the order of params.
+    ``content=None``: not even that where it would take long, or they cannot be read.
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
-    return as_stored(read_megatron(folder, layout_file=None if layout_file is None else Path(layout_file)))
+    return as_stored(
+        read_megatron(folder, layout_file=None if layout_file is None else Path(layout_file), content=content)
+    )
 
 
 def as_stored(checkpoint: MegatronCheckpoint) -> Stored:
@@ -222,8 +227,40 @@ def unproved_params(stored: Stored) -> Iterator[tuple[str, str, str]]:
         )
 
 
+def _check_known(stored: Stored) -> None:
+    """State that has no name goes nowhere, whatever is asked for."""
+    assert stored.megatron is not None
+    for name, part in stored.megatron.parts.items():
+        for place in part.evidence.unknown:
+            raise UnsupportedError(
+                f"a stretch of a bucket{f' of part {name!r}' if name else ''} is no param of the model that is known",
+                file=stored.path,
+                param=place,
+                hint="give the run's layout with --layout",
+            )
+
+
+def check_readable(stored: Stored, part: str, name: str) -> None:
+    """Raises ``UnsupportedError`` for a param of which it is not sure where it lies."""
+    if stored.megatron is None:
+        return
+    proof = stored.megatron.parts[part].evidence
+    for names, why in (
+        (proof.ambiguous, "another place fits as well"),
+        (proof.unproved, "it was found by its size alone: no weight has its values"),
+    ):
+        if name in names and name not in proof.unknown:
+            raise UnsupportedError(
+                f"where the state of this param lies is not sure: {why}",
+                file=stored.path,
+                param=name,
+                hint="open it with the run's layout (layout=), or take it as it is with unproved=True",
+            )
+
+
 def check_proved(stored: Stored, *, unproved: bool = False) -> None:
     """Raises ``UnsupportedError`` that names the first param whose place is not proved, unless that is asked for."""
+    _check_known(stored)
     found = [] if unproved else list(unproved_params(stored))
     if not found:
         return

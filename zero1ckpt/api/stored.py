@@ -125,11 +125,16 @@ class Stored:
 
 
 def describe(
-    path: str | os.PathLike[str], *, check_files: bool = True, layout: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    check_files: bool = True,
+    layout: str | os.PathLike[str] | None = None,
+    content: bool | None = True,
 ) -> Stored:
     """Reads the manifest of a checkpoint or run folder, or what a foreign one has in its place; no tensor byte.
 
-    ``layout``: a file that says how a Megatron checkpoint's params lie in its buffers.
+    ``layout``: a file that says how a Megatron checkpoint's params lie in its buffers; ``content``: whether its tensors
+    are looked into for that, None where it is quickly done.
 
     Raises ``MissingError`` where there is no committed checkpoint, ``CorruptError`` or ``UnsupportedError`` where it
     cannot be understood, and, with ``check_files``, where a file is missing or of another size.
@@ -138,7 +143,7 @@ def describe(
     if not (folder / MANIFEST_NAME).is_file():
         from .megatron_source import describe_megatron
 
-        return describe_megatron(folder, layout)
+        return describe_megatron(folder, layout, content=content)
     if layout is not None:
         raise UsageError("a layout file is for Megatron checkpoints, and this is none", file=folder, found=layout)
     store = LocalStore(folder)

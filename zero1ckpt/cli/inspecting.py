@@ -27,7 +27,7 @@ def run(
     layout: str | None = None,
 ) -> int:
     """Prints and draws what is asked for."""
-    stored = describe(Path(path), layout=layout)
+    stored = describe(Path(path), layout=layout, content=None)
     selections = select(_catalogs(stored), narrowing)
     folder = os.path.abspath(stored.path)
     if html is not None or svg is not None:

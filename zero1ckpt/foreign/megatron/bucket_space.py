@@ -138,7 +138,8 @@ def read_part(
             memo[key] = rows
         found += rows
     part = _assemble(entries, raw, name, format, likely, found, options)
-    return replace(part, local_params=tuple(replace(local, boxes=()) for local in part.local_params))
+    evidence = replace(part.evidence, by="sizes and order")
+    return replace(part, local_params=tuple(replace(local, boxes=()) for local in part.local_params), evidence=evidence)
 
 
 def _likely_units(all_units: Sequence[Unit], options: PartOptions) -> UnitTable:
@@ -200,7 +201,8 @@ def _name(
 ) -> list[_Found]:
     """Names for one way to cut a buffer, in registration order."""
     rows = [(b, s) for b, own in reversed(list(enumerate(stretches))) for s in reversed(own)]
-    made = assign([stretch for _, stretch in rows], all_units, max_nodes=MAX_NODES if content else MAX_NODES // 20)
+    most = MAX_NODES if content else MAX_NODES // 20
+    made = assign([stretch for _, stretch in rows], all_units, max_nodes=most, all_numbers=not content)
     return [
         _Found(buffer, b, stretch, unit, i in made.ambiguous)
         for i, ((b, stretch), unit) in enumerate(zip(rows, made.units, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.errors import MissingError, UnsupportedError
+from ...core.errors import CorruptError, MissingError, UnsupportedError
 from ...core.layout import default_bucket_size
 from ...model.state import LossScale, ParamSpec
 from .bucket_space import Memo, PartOptions, part_name, read_part
@@ -26,13 +26,16 @@ from .weights import Weights, units
 
 __all__ = ["describe"]
 
+_MANY_CHUNKS = 10_000
+"""Beyond, tensors are not looked into where it is only to show a checkpoint: each has a header to be read."""
 _BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
 _MODEL_SPACE = ("fully_reshardable", "fully_sharded_model_space")
 
 
-def describe(path: Path, *, layout_file: Path | None = None, content: bool = True) -> MegatronCheckpoint:
-    """An iteration folder as a value. Reads headers and, with ``content``, the ends of tensors that name params.
-    ``layout_file``: says how params lie in buffers (``layout_file``), so that nothing is derived.
+def describe(path: Path, *, layout_file: Path | None = None, content: bool | None = True) -> MegatronCheckpoint:
+    """An iteration folder as a value. Reads headers and, with ``content``, the ends of tensors that name params; None:
+    where there are not many, and they can be read. ``layout_file``: says how params lie in buffers (``layout_file``),
+    so that nothing is derived.
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
@@ -44,7 +47,15 @@ def describe(path: Path, *, layout_file: Path | None = None, content: bool = Tru
 
         return open_legacy(path)
     layout = None if layout_file is None else read_layout(layout_file)
-    return _of_entries(_open(path, container), content, layout)
+    entries = _open(path, container)
+    if content is not None:
+        return _of_entries(entries, content, layout)
+    if len(entries.chunks) > _MANY_CHUNKS:
+        return _of_entries(entries, False, layout)
+    try:
+        return _of_entries(entries, True, layout)
+    except (CorruptError, MissingError):
+        return _of_entries(entries, False, layout)
 
 
 def _open(path: Path, container: str) -> Entries:

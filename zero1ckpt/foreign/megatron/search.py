@@ -110,8 +110,14 @@ def _kinds(paths: Iterable[tuple[str, ...]]) -> Kinds:
     return {prefix: frozenset(own) for prefix, own in members.items()}
 
 
-def assign(stretches: Sequence[Stretch], units: Sequence[Unit], *, max_nodes: int = MAX_NODES) -> Assignment:
-    """Units for the stretches of one buffer, given in registration order. Pure."""
+def assign(
+    stretches: Sequence[Stretch], units: Sequence[Unit], *, max_nodes: int = MAX_NODES, all_numbers: bool = False
+) -> Assignment:
+    """Units for the stretches of one buffer, given in registration order. Pure.
+
+    ``all_numbers``: none of the candidates' numbered modules is left out; for candidates that are known to be of this
+    buffer.
+    """
     units = units if isinstance(units, UnitTable) else UnitTable(units)
     options = _narrowed(stretches, units)
     lost = [i for i, row in enumerate(options) if not row]
@@ -120,7 +126,7 @@ def assign(stretches: Sequence[Stretch], units: Sequence[Unit], *, max_nodes: in
     complete = True
     for strict in (True, False):
         for inside in (False, True):
-            search = _Search([options[i] for i in rest], units, inside, strict)
+            search = _Search([options[i] for i in rest], units, inside, strict, all_numbers)
             found += [one for one in search.run(max_nodes) if one not in found]
             complete = complete and not search.stopped
         if found:
@@ -218,6 +224,7 @@ class _Search:
     units: UnitTable
     experts_inside: bool
     same_layers: bool
+    all_numbers: bool = False
     stopped: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -226,6 +233,12 @@ class _Search:
         self.path = {u: paths[u] for u in candidates}
         self.ordered = [sorted(row, key=lambda u: (self.path[u], u)) for row in self.options]
         self.kinds = self.units.kinds(self.experts_inside)
+        numbers: dict[Path, set[int]] = {}
+        for path in self.path.values():
+            for k, part in enumerate(path[:-1]):
+                if part.isdecimal():
+                    numbers.setdefault(path[:k], set()).add(int(part))
+        self.rank = {(parent, n): i for parent, own in numbers.items() for i, n in enumerate(sorted(own))}
 
     def run(self, max_nodes: int) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = []
@@ -285,7 +298,7 @@ class _State:
         if self.path and not _in_order(self.path, path, common):
             return None
         closing = [self.path[:k] for k in range(common + 1, len(self.path))]
-        if self.same_parent_later(path):
+        if self.same_parent_later(path) or (search.all_numbers and self.skips(path, search)):
             return None
         templates = self._templates(closing, search)
         if templates is None:
@@ -301,6 +314,16 @@ class _State:
             if part.isdecimal() and k < len(self.path) - 1 and self.path[:k] == path[:k]:
                 last = self.path[k]
                 if last.isdecimal() and int(last) > int(part):
+                    return True
+        return False
+
+    def skips(self, path: Path, search: _Search) -> bool:
+        """Whether a numbered module would come before the one that is next."""
+        for k, part in enumerate(path[:-1]):
+            if part.isdecimal():
+                inside = k < len(self.path) - 1 and self.path[:k] == path[:k] and self.path[k].isdecimal()
+                last = search.rank[path[:k], int(self.path[k])] if inside else -1
+                if search.rank[path[:k], int(part)] > last + 1:
                     return True
         return False
 
