@@ -18,6 +18,7 @@ from zero1ckpt.core.errors import CorruptError, UnsupportedError
 from zero1ckpt.foreign.megatron.entries import Chunks, ChunkSource, Entries, StoredTensor
 from zero1ckpt.foreign.megatron.model import MegatronPart
 from zero1ckpt.foreign.megatron.model_space import SpaceOptions, model_keys, read_model_space, split_key
+from zero1ckpt.foreign.megatron.reading import describe
 from zero1ckpt.foreign.megatron.stacks import layer_name, stack_of
 from zero1ckpt.foreign.megatron.torch_dist import open_torch_dist
 from zero1ckpt.storage.local import LocalStore
@@ -305,3 +306,12 @@ def test_keys() -> None:
     assert stack_of("decoder.layersnorm.w") is None
     assert stack_of("layers.w") == "layers"
     assert layer_name("decoder.layers.mlp.w", 7) == "decoder.layers.7.mlp.w"
+
+
+def test_the_loss_scale_in_the_common_state_is_read(corpus: Callable[..., Path]) -> None:
+    """fully_reshardable keeps the grad scaler in the common state, dp_reshardable in an entry of the group."""
+    found = [
+        describe(corpus("v0161_toy_fp16_dp2_b1", save)).parts[""].catalog.state.loss_scale
+        for save in ("fully_reshardable", "dp_reshardable")
+    ]
+    assert found[0] is not None and found[0] == found[1] and found[0].finite_steps == 3

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...core.boxes import Box
 from ...core.errors import CorruptError, MissingError, UnsupportedError
-from ...core.layout import BufferKey
+from ...core.layout import BufferKey, default_bucket_size
 from ...model.catalog import Catalog, Extents, TablePlacement
 from ...model.state import MAIN_PARAM, LossScale, ParamSpec, PartState, SlotSpec
 from ...storage.local import LocalStore
@@ -306,9 +306,19 @@ class _Builder:
         for placed in self.placed:
             at = next((i for i, w in enumerate(placed.weights) if w is weight), None)
             if at is not None:
-                alone = any(b.first == at and b.last == at + 1 for b in placed.buckets)
-                return alone and len(placed.buckets) > 1
+                return self.closed_early(placed, at)
         return False
+
+    def closed_early(self, placed: Placed, at: int) -> bool:
+        """Whether a param stands alone in a bucket though neither it nor the bucket before is as large as they get."""
+        k = next((k for k, b in enumerate(placed.buckets) if b.first == at and b.last == at + 1), None)
+        if k is None or len(placed.buckets) == 1:
+            return False
+        args = self.one.rank.args
+        if args.overlap_grad_reduce is not True or self.one.rank.pp:
+            return True
+        most = args.ddp_bucket_size or default_bucket_size(args.data_parallel or 1)
+        return placed.buckets[k - 1 if k else 0].numel_unpadded < most
 
     def slots(self) -> list[str]:
         names = {slot for placed in self.placed for slot in placed.world.slots}

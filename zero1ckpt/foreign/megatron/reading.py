@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...core.errors import CorruptError, MissingError, UnsupportedError
 from ...core.layout import default_bucket_size
+from ...encodings.torch_archive import read_archive
 from ...model.state import LossScale, ParamSpec
 from .bucket_space import Memo, PartOptions, part_name, read_part
 from .common import Common, chained_values, read_common
@@ -21,10 +22,10 @@ from .model_space import SpaceOptions, model_keys, read_model_space
 from .raw_buckets import RawPart, read_raw_parts
 from .search import UnitTable
 from .stacks import stack_of
-from .torch_dist import open_torch_dist
+from .torch_dist import COMMON_ENTRY, COMMON_FILE, open_torch_dist
 from .weights import Weights, units
 
-__all__ = ["describe"]
+__all__ = ["describe", "part_options"]
 
 _MANY_CHUNKS = 10_000
 """Beyond, tensors are not looked into where it is only to show a checkpoint: each has a header to be read."""
@@ -93,7 +94,7 @@ def _model_space(entries: Entries, common: Common) -> MegatronCheckpoint:
     options = SpaceOptions(
         found.groups,
         found.step or 0,
-        _scaler(entries),
+        _scaler(entries) or _common_scaler(entries, common),
         None if common.args.num_experts is None else len(chained_values(common.optimizer)) > 1,
         common.args.num_layers,
         common.args.grads_in_fp32 is not False,
@@ -154,6 +155,18 @@ def _scaler(entries: Entries, prefix: str = "") -> LossScale | None:
     return None
 
 
+def _common_scaler(entries: Entries, common: Common) -> LossScale | None:
+    """The state of the grad scaler where it stands in the common state, as in ``fully_reshardable``."""
+    stored = [v["grad_scaler"] for v in chained_values(common.optimizer) if isinstance(v, dict) and "grad_scaler" in v]
+    if not stored:
+        return None
+    if entries.common_in == "file":
+        archive = read_archive(entries.store, COMMON_FILE)
+    else:
+        archive = entries.load_archive(COMMON_ENTRY)
+    return read_loss_scale(stored[0], archive_numbers(entries.store, archive))
+
+
 # ------------------------------------------------------------------------------------------------------------- buckets
 
 
@@ -169,7 +182,7 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
     steps = set()
     for raw in raw_parts:
         name = part_name(raw, len(raw_parts) == 1)
-        options, said = _part_options(entries, common, raw, keys)
+        options, said = part_options(entries, common, raw, keys)
         notices += [f"{name}: {line}" if name else line for line in said]
         steps.add(options.step)
         stated = None if layout is None else layout.group(raw.chained, raw.group)
@@ -194,7 +207,7 @@ def _unknown(parts: Mapping[str, MegatronPart]) -> list[str]:
     return lines
 
 
-def _part_options(
+def part_options(
     entries: Entries, common: Common, raw: RawPart, keys: Sequence[str]
 ) -> tuple[PartOptions, tuple[str, ...]]:
     key = next((k for k in entries.objects if k.startswith(f"{raw.prefix}.optimizer/")), None)

@@ -15,11 +15,11 @@ from ...encodings.torch_archive import Archive, read_archive, tensor_itemsize
 from ...storage.local import LocalStore
 from .entries import Chunks, Entries, Place, StoredTensor, writer_of
 
-__all__ = ["METADATA", "open_torch_dist"]
+__all__ = ["COMMON_ENTRY", "COMMON_FILE", "METADATA", "open_torch_dist"]
 
 METADATA = ".metadata"
-_COMMON_FILE = "common.pt"
-_COMMON_ENTRY = "common_state/shard_0_1"
+COMMON_FILE = "common.pt"
+COMMON_ENTRY = "common_state/shard_0_1"
 
 
 def open_torch_dist(path: Path) -> Entries:
@@ -125,17 +125,17 @@ def _common(
     store: LocalStore, files: Mapping[str, int], metadata: DcpMetadata, load: Callable[[str], Archive]
 ) -> tuple[Mapping[str, Any], str]:
     """The common state: ``common.pt`` up to Megatron-Core 0.18, an entry from 0.19 on."""
-    if _COMMON_FILE in files:
-        value, where = read_archive(store, _COMMON_FILE).value, "file"
-    elif _COMMON_ENTRY in metadata.objects:
-        value, where = load(_COMMON_ENTRY).value, "entry"
+    if COMMON_FILE in files:
+        value, where = read_archive(store, COMMON_FILE).value, "file"
+    elif COMMON_ENTRY in metadata.objects:
+        value, where = load(COMMON_ENTRY).value, "entry"
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     else:
         raise MissingError(
             "there is neither common.pt nor an entry common_state",
-            file=store.label(_COMMON_FILE),
+            file=store.label(COMMON_FILE),
             hint="a Megatron checkpoint has one of them; restore it",
         )
     if not isinstance(value, dict):
-        raise CorruptError("the common state is no dict", file=store.label(_COMMON_FILE), found=type(value).__name__)
+        raise CorruptError("the common state is no dict", file=store.label(COMMON_FILE), found=type(value).__name__)
     return value, where

@@ -199,7 +199,7 @@ def _collect(layers: Sequence[dict[_State, _Node]], ends: dict[_State, _Node]) -
 def read_zero_gather(entries: Entries, common: Common) -> MegatronCheckpoint:
     """A ``dp_zero_gather_scatter`` checkpoint: what ``gathered.read_gathered`` makes of it."""
     from .gathered import read_gathered
-    from .reading import _part_options
+    from .reading import part_options
 
     keys = model_keys(entries)
-    return read_gathered(entries, common, lambda raw: _part_options(entries, common, raw, keys))
+    return read_gathered(entries, common, lambda raw: part_options(entries, common, raw, keys))
