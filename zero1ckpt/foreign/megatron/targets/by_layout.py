@@ -19,16 +19,24 @@ __all__ = ["with_layout"]
 
 
 def with_layout(origin: Origin, layout: LayoutFile) -> Origin:
-    """The same source with its state in the groups of a layout file; one that is in groups already stays as it is.
+    """The same source with its state in the groups of a layout file; of one that is in groups already, their stages.
 
     Raises ``UnsupportedError`` where the file does not fit the checkpoint's tensors, or leaves some of them out.
     """
     if any(part.layout is not None for part in origin.parts):
-        return origin
+        return replace(origin, parts=tuple(_with_stage(part, layout) for part in origin.parts))
     homes = locals_by_key(origin.parts)
     groups = tuple(_group_part(origin, group, homes) for group in layout.groups)
     _check_all_held(origin, groups)
     return replace(origin, grouped=groups)
+
+
+def _with_stage(part: OriginPart, layout: LayoutFile) -> OriginPart:
+    """A part with its pipeline stage, where the checkpoint does not tell it."""
+    group = layout.group(part.chained, part.group)
+    if part.pipeline_rank is not None or group is None:
+        return part
+    return replace(part, pipeline_rank=group.pipeline_rank)
 
 
 def _group_part(origin: Origin, group: LayoutGroup, homes: dict[str, list[tuple[int, int, int, Box]]]) -> OriginPart:
