@@ -52,6 +52,8 @@ class Model:
             yield p + "mlp.linear_fc1.layer_norm_bias", (h,), None, 1
             if self.experts:
                 yield p + "mlp.router.weight", (self.experts, h), None, 1
+                yield p + "mlp.experts.experts.linear_fc1.weight", (self.experts, f, h), None, 1
+                yield p + "mlp.experts.experts.linear_fc2.weight", (self.experts, h, f), None, 1
                 continue
             yield p + "mlp.linear_fc1.weight", ((2 if self.gated else 1) * f, h), 0, 2 if self.gated else 1
             yield p + "mlp.linear_fc2.weight", (h, f), 1, 1
@@ -69,6 +71,7 @@ class Job:
     dp: int = 2
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     bucket_size: int | None = None
     high_busbw: bool = False
     dtype: str = "bfloat16"
@@ -153,8 +156,18 @@ def simulate(
             held = _held(model, job, rows, stage, rank)
             _save(held, job, stage, truth, stored, made, fixed)
             _list(held, job, stage, rank, pieces, rows, seen)
+        for rank in range(job.ep if job.ep > 1 else 0):
+            held = [
+                local
+                for i, (name, *_) in enumerate(rows)
+                if name.endswith(_FIRST_OF_EXPERT) and _stage(name, model.layers, job.pp) == stage
+                for local in _experts(model, job, i, rank)
+            ]
+            _save(held, job, stage, truth, stored, made, fixed)
+            _list(held, job, stage, rank, pieces, rows, seen)
     params = tuple(
-        SubjectParam(name, shape, job.dtype, False, tuple(pieces[i])) for i, (name, shape, *_) in enumerate(rows)
+        SubjectParam(name, shape, job.dtype, job.ep > 1 and "experts." in name, tuple(pieces[i]))
+        for i, (name, shape, *_) in enumerate(rows)
     )
     weights = {i: cast(truth[i, "fp32_param"].reshape(-1), job.dtype).reshape(row[1]) for i, row in enumerate(rows)}
     dtypes = dict.fromkeys(SLOTS, "float32")
@@ -173,13 +186,29 @@ def _values(name: str, shape: Sequence[int], slot: str, rng: np.random.Generator
     return values * np.float32(0.1)
 
 
+_FIRST_OF_EXPERT = "experts.linear_fc1.weight"
+
+
+def _experts(model: Model, job: Job, first: int, rank: int) -> Iterator[_Local]:
+    """A rank's experts of one layer, one after the other; params ``first`` and ``first + 1`` hold them all."""
+    each = model.experts // job.ep
+    shapes = ((model.ffn, model.hidden), (model.hidden, model.ffn))
+    for expert in range(rank * each, (rank + 1) * each):
+        for k, shape in enumerate(shapes):
+            box = Box((expert, 0, 0), (1, *shape))
+            yield _Local(f"{first + k}.{expert}", first + k, (box,), True, False)
+
+
 def _held(
     model: Model, job: Job, rows: Sequence[tuple[str, tuple[int, ...], int | None, int]], stage: int, rank: int
 ) -> list[_Local]:
     tied = model.tied and job.pp > 1
     held = []
     for i, (name, shape, axis, halves) in enumerate(rows):
-        if _stage(name, model.layers, job.pp) == stage:
+        if ".experts." in name:
+            if job.ep == 1 and name.endswith(_FIRST_OF_EXPERT) and _stage(name, model.layers, job.pp) == stage:
+                held += _experts(model, job, i, 0)
+        elif _stage(name, model.layers, job.pp) == stage:
             stored = axis is not None or rank == 0
             shared = tied and name == _EMBEDDING
             held.append(_Local(name, i, boxes_of(shape, axis, halves, job.tp, rank), stored, shared))

@@ -21,6 +21,8 @@ CASES = [
     (Model(layers=4, tied=False), Job(pp=4, dp=3, bucket_size=3000)),
     (Model(), Job(bucket_size=6000, dtype="float16")),
     (Model(), Job(bucket_size=6000, dtype="float32")),
+    (Model(experts=4, ffn=20), Job(bucket_size=2000, dp=3)),
+    (Model(experts=4, ffn=20), Job(bucket_size=1500, dp=3, ep=2)),
     (Model(hidden=40, ffn=48, vocab=200), Job(bucket_size=3000, dp=7)),
 ]
 
@@ -58,7 +60,7 @@ def test_a_version_without_the_fault_is_sound(model: Model, job: Job) -> None:
     assert shifted_state.diagnose(made.subject) is None
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.builds(
         Model,

@@ -59,6 +59,8 @@ def examine(subject: Subject, seen: Callable[[int], None] = lambda param: None) 
     if stale and subject.format in _SHIFTS:
         found.shift = shifted_state.diagnose(subject)
         found.damages = [*shifted_state.detect(subject, found.shift), *found.damages]
+        if found.shift is None:
+            found.damages += shifted_state.unexplained(subject)
     explained = {subject.params[i].name for i in found.shift.affected} if found.shift is not None else set()
     found.damages += [damage for damage in stale if damage.param not in explained]
     found.damages += [*rebuilt.answer(), *moment_dtypes.detect(subject)]

@@ -19,9 +19,9 @@ dtype; lost moments are in no file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise, product
 
 import numpy as np
@@ -32,7 +32,7 @@ from .module_order import walk, without_fused_names
 from .shift_search import Placed, Solution, Unit, search
 from .subject import Array, Damage, Subject, ranges, some_ranges
 
-__all__ = ["KIND", "Mended", "ShiftDiagnosis", "detect", "diagnose", "repair"]
+__all__ = ["KIND", "Mended", "ShiftDiagnosis", "detect", "diagnose", "repair", "unexplained"]
 
 KIND = "shifted_state"
 _MAIN = "fp32_param"
@@ -40,6 +40,8 @@ _MOST_STATES = (3_000, 20_000)
 """Of a search: a job that did not hold the params so costs as much as is allowed, the right one as a rule little."""
 _ONE_CUT = ("linear_proj.weight", "linear_fc2.weight", "word_embeddings.weight")
 """Keys that tensor parallelism cuts once; others may be cut into two halves each, or not at all."""
+_EXPERTS = "experts."
+_ONE_EXPERT = re.compile(r"experts\.(\d+)\.(.+)$")
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 
@@ -71,7 +73,6 @@ class _Part:
 class _Job:
     """One way of dividing the params. ``buffers``: parts of each, and whether sizes close buckets."""
 
-    title: str
     buffers: tuple[tuple[tuple[_Part, ...], bool], ...]
 
 
@@ -103,8 +104,8 @@ Source = tuple[int, tuple[Box, ...]]
 class ShiftDiagnosis:
     """What is wrong, where each element of a damaged part lies instead, and what lies nowhere.
 
-    ``runs``: for each damaged part, by place in ``parts``. ``ambiguous``: layouts that fit and do not agree with the
-    others: what they disagree on counts as lost. ``wrong`` and ``lost`` count elements of one slot.
+    ``runs``: for each damaged part, by place in ``parts``. ``layouts``: how many fit; what they do not agree on counts
+    as lost. ``wrong`` counts elements of one slot that are not where they should be, the lost ones among them.
     """
 
     parts: tuple[_Part, ...]
@@ -118,10 +119,6 @@ class ShiftDiagnosis:
     @property
     def lost_count(self) -> int:
         return sum(high - low for rows in self.lost.values() for low, high in rows)
-
-    @cached_property
-    def elements(self) -> int:
-        return sum(int(sum(box.size for box in self.parts[i].boxes)) for i in self.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +143,6 @@ def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damag
     """What a diagnosis comes to, one finding a param. Pure."""
     if diagnosis is None:
         return
-    moved = diagnosis.elements - diagnosis.lost_count
     for index in diagnosis.affected:
         param = subject.params[index]
         lost = diagnosis.lost.get(index, ())
@@ -163,8 +159,8 @@ def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damag
             None,
             lost[0] if len(lost) == 1 else None,
             None,
-            f"{moved} elements a slot are put back, {diagnosis.lost_count} main params come from the weights, as many "
-            "of each moment are lost",
+            f"{diagnosis.wrong} elements of each slot are wrong: {diagnosis.wrong - diagnosis.lost_count} are put "
+            f"back, {diagnosis.lost_count} are lost: main params of these come from the weights, moments do not",
         )
 
 
@@ -182,6 +178,17 @@ def diagnose(subject: Subject) -> ShiftDiagnosis | None:
         if found:
             return _agreed(subject, found)
     return None
+
+
+def unexplained(subject: Subject) -> Iterator[Damage]:
+    """Where main params are not the weights, and no layout was found that explains it. Pure."""
+    yield Damage(
+        KIND,
+        "no bucket layout was found under which the main params equal the weights; a checkpoint that Megatron-LM #5077 "
+        "has damaged may look so where nearly all of it is lost",
+        False,
+        subject.part,
+    )
 
 
 def _wrong(subject: Subject, param: int) -> bool:
@@ -227,8 +234,11 @@ def _layouts(
 
 
 def _namings(names: Sequence[str]) -> list[list[str]]:
+    """Names of modules that the keys may stand for: norms on their own, experts one by one or grouped."""
     plain = [without_fused_names(name) for name in names]
-    return [plain] if plain == list(names) else [plain, list(names)]
+    spelled = [plain] if plain == list(names) else [plain, list(names)]
+    grouped = [[_ONE_EXPERT.sub(r"experts.\2\1", name) for name in row] for row in spelled]
+    return spelled if grouped == spelled else [*spelled, *grouped]
 
 
 def _unit(subject: Subject, part: _Part) -> Unit | None:
@@ -279,14 +289,15 @@ class _Hints:
 
 def _jobs(subject: Subject) -> Iterator[_Job]:
     """Ways in which ranks may have held the params, as sizes that are stated or that the boxes admit. Pure."""
-    for tensor, stages, tied in product(_tensor_sizes(subject), _pipelines(subject), (False, True)):
+    sizes = product(_tensor_sizes(subject), _pipelines(subject), _expert_sizes(subject), (False, True))
+    for tensor, stages, expert, tied in sizes:
         embedding = _embedding(subject)
         if tied and embedding is None:
             continue
         last_has_copy = len(stages) > 1 and tied
         if last_has_copy != (len(stages) > 1 and embedding is not None and not _has_output(subject)):
             continue
-        job = _job(subject, tensor, stages, embedding if tied else None)
+        job = _job(subject, tensor, expert, stages, embedding if tied else None)
         if job is not None:
             yield job
 
@@ -301,6 +312,13 @@ def _embedding(subject: Subject) -> int | None:
 
 def _has_output(subject: Subject) -> bool:
     return any(param.name.endswith(_OUTPUT) for param in subject.params)
+
+
+def _expert_sizes(subject: Subject) -> list[int]:
+    if subject.sizes.expert is not None:
+        return [subject.sizes.expert]
+    count = max((param.shape[0] for param in subject.params if param.expert and len(param.shape) > 2), default=1)
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def _tensor_sizes(subject: Subject) -> list[int]:
@@ -368,11 +386,13 @@ def _writers_apart(subject: Subject, stages: Sequence[tuple[int, int]]) -> bool:
     return True
 
 
-def _job(subject: Subject, tensor: int, stages: tuple[tuple[int, int], ...], shared: int | None) -> _Job | None:
+def _job(
+    subject: Subject, tensor: int, expert: int, stages: tuple[tuple[int, int], ...], shared: int | None
+) -> _Job | None:
     buffers: dict[tuple[object, ...], list[_Part]] = {}
     for index, param in enumerate(subject.params):
         stage = _stage_of(param.name, stages)
-        for key, part in _parts(subject, index, tensor, shared == index):
+        for key, part in _parts(subject, index, tensor, expert, shared == index):
             buffers.setdefault((stage, param.dtype, param.expert, *key), []).append(part)
     if shared is not None and len(stages) > 1:
         for (_, dtype, _, *rank), parts in [item for item in buffers.items() if item[0][0] == 0]:
@@ -382,15 +402,17 @@ def _job(subject: Subject, tensor: int, stages: tuple[tuple[int, int], ...], sha
     if any(not part.boxes for parts in buffers.values() for part in parts):
         return None
     rows = tuple((tuple(parts), key[0] == 0) for key, parts in buffers.items())
-    return _Job(f"tensor size {tensor}, {len(stages)} stages", rows)
+    return _Job(rows)
 
 
-def _parts(subject: Subject, index: int, tensor: int, shared: bool) -> Iterator[tuple[tuple[int, ...], _Part]]:
+def _parts(
+    subject: Subject, index: int, tensor: int, expert: int, shared: bool
+) -> Iterator[tuple[tuple[int, ...], _Part]]:
     """What each model-parallel rank holds of a param, with the rank's coordinates beside the stage."""
     param = subject.params[index]
     boxes = sorted((piece.box for piece in param.pieces), key=lambda box: box.start)
-    if param.expert:
-        yield from _expert_parts(subject, index, boxes)
+    if _EXPERTS in param.name and len(param.shape) > 2 and all(box.shape[0] == 1 for box in boxes):
+        yield from _expert_parts(subject, index, boxes, expert if param.expert else 1)
         return
     if len(boxes) == 1:
         for rank in range(tensor):
@@ -401,16 +423,17 @@ def _parts(subject: Subject, index: int, tensor: int, shared: bool) -> Iterator[
         yield (rank,), _Part(param.name, index, own, True, shared)
 
 
-def _expert_parts(subject: Subject, index: int, boxes: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], _Part]]:
+def _expert_parts(
+    subject: Subject, index: int, boxes: Sequence[Box], ranks: int
+) -> Iterator[tuple[tuple[int, ...], _Part]]:
     """Experts are params of their own; ranks of the expert group hold equal numbers of them, in order."""
     param = subject.params[index]
     experts = sorted({box.start[0] for box in boxes})
-    ranks = subject.sizes.expert or 1
     each = max(len(experts) // ranks, 1)
+    head, _, tail = param.name.rpartition(_EXPERTS)
     for number, expert in enumerate(experts):
         own = tuple(box for box in boxes if box.start[0] == expert)
-        head, _, tail = param.name.rpartition("experts.")
-        yield (number // each,), _Part(f"{head}experts.{number % each}.{tail}", index, own)
+        yield (number // each,), _Part(f"{head}{_EXPERTS}{number % each}.{tail}", index, own)
 
 
 # ------------------------------------------------------------------------------------------------------- what was found
@@ -441,7 +464,7 @@ def _agreed(subject: Subject, found: Sequence[tuple[_Job, list[list[Solution]]]]
         return None
     lost = _lost(subject, table, damaged)
     affected = tuple(sorted({table[i].param for i in damaged}))
-    wrong = sum(sum(box.size for box in table[i].boxes) for i in damaged)
+    wrong = sum(sum(box.size for box in table[i].boxes) - _right(i, mine) for i, mine in damaged.items())
     return ShiftDiagnosis(tuple(table), damaged, layouts, tuple(sorted(shifts)), wrong, lost, affected)
 
 
@@ -475,10 +498,13 @@ def _whole(number: int, size: int) -> _Runs:
     return _Runs(*np.array([(number, 0, 0, size)], np.int64).T)
 
 
+def _right(number: int, runs: _Runs) -> int:
+    """Elements of a part that lie where they should."""
+    return int(runs.size[(runs.source == number) & (runs.at == runs.start)].sum())
+
+
 def _in_place(number: int, runs: _Runs, part: _Part) -> bool:
-    size = sum(box.size for box in part.boxes)
-    own = (runs.source == number) & (runs.at == runs.start)
-    return bool(own.all()) and int(runs.size.sum()) == size
+    return _right(number, runs) == sum(box.size for box in part.boxes)
 
 
 def _lost(
