@@ -120,6 +120,18 @@ def _weight(checkpoint: object, key: str) -> dict[tuple[int, ...], bytes]:
     return found
 
 
+def test_other_files_are_carried(tiny: Tiny, tmp_path: Path) -> None:
+    run, _ = tiny
+    folder = run / "iter_0000003"
+    (folder / "loader").mkdir()
+    (folder / "loader" / "state_0.pt").write_bytes(b"where the loader was")
+    (folder / "integrity.json").write_text("{}")
+    zero1ckpt.reshard(run, tmp_path / "made", format="megatron:fully_reshardable")
+    made = tmp_path / "made" / "iter_0000003"
+    assert (made / "loader" / "state_0.pt").read_bytes() == b"where the loader was"
+    assert not (made / "integrity.json").exists()
+
+
 def test_torch_reads_metadata_and_archives(tiny: Tiny, tmp_path: Path) -> None:
     run, values = tiny
     zero1ckpt.reshard(run, tmp_path / "made", format="megatron:fully_reshardable")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,9 @@ FLAVOURS = {"common_pt": "file", "common_state": "entry"}
 """Where the common state lies: in ``common.pt`` (Megatron-Core to 0.18), or in an entry (from 0.19 on)."""
 TRACKER = "latest_checkpointed_iteration.txt"
 _METADATA = ".metadata"
+_INTEGRITY = "integrity.json"
+"""Checksums of the source's own files."""
+_DISTCP = re.compile(r"__\d+_\d+\.distcp")
 _SHARDED = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON = {"common_backend": "torch", "common_backend_version": 1}
 _BUCKET_FORMATS = frozenset({"dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter"})
@@ -256,6 +260,7 @@ class _Builder:
             small[f"{self.folder}/{COMMON_FILE}"] = common.data
         else:
             whole.append((f"{self.folder}/{COMMON_FILE}", common))
+        whole += [(f"{self.folder}/{path}", self.origin.files[path]) for path in _other_files(self.origin)]
         for key in sorted(every):
             rows.append(ChunkRow(key, (), (), self._fill(every[key]), None, every[key].nbytes))
         packed = self._pack([rows], FILE_BYTES)
@@ -308,6 +313,15 @@ class _Builder:
         entries = {key: BytesEntry(key, *places[key]) for key in sorted(places)}
         tensors = tensor_entries(self.packed, self.shapes)
         return dump_metadata(DcpMetadata(tensors, entries, tuple(self.names)))
+
+
+def _other_files(origin: Origin) -> list[str]:
+    """Files beside the checkpoint's own, such as a data loader's state. Of zarr arrays and objects none is left."""
+    own = {_METADATA, COMMON_FILE, "metadata.json", _INTEGRITY}
+    inside = "/" if origin.container == "zarr" else "\0"
+    return sorted(
+        path for path in origin.files if path not in own and inside not in path and not _DISTCP.fullmatch(path)
+    )
 
 
 def _object(value: object) -> MadeItem:
