@@ -92,16 +92,19 @@ class MegatronFormat:
 
 
 def describe_megatron(
-    folder: Path, layout_file: str | os.PathLike[str] | None = None, *, content: bool | None = True
+    folder: Path,
+    layout_file: str | os.PathLike[str] | None = None,
+    *,
+    content: bool | None = True,
+    check_files: bool = True,
 ) -> Stored:
     """Reads what a Megatron iteration folder says of itself; of tensors at most what tells the order of params.
-    ``content=None``: not even that where it would take long, or they cannot be read.
+    ``content=None``: not even that where it would take long. ``check_files=False``: files may be missing.
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
-    return as_stored(
-        read_megatron(folder, layout_file=None if layout_file is None else Path(layout_file), content=content)
-    )
+    file = None if layout_file is None else Path(layout_file)
+    return as_stored(read_megatron(folder, layout_file=file, content=content, check_files=check_files))
 
 
 def as_stored(checkpoint: MegatronCheckpoint) -> Stored:

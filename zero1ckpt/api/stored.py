@@ -143,7 +143,7 @@ def describe(
     if not (folder / MANIFEST_NAME).is_file():
         from .megatron_source import describe_megatron
 
-        return describe_megatron(folder, layout, content=content)
+        return describe_megatron(folder, layout, content=content, check_files=check_files)
     if layout is not None:
         raise UsageError("a layout file is for Megatron checkpoints, and this is none", file=folder, found=layout)
     store = LocalStore(folder)

@@ -91,7 +91,8 @@ def _proof(part: Row) -> list[tuple[str, str]]:
     else:
         state = f"by {proof['by']}, {percent(proof['proved'], proof['elements'])} of the elements proved by the weights"
     rows = [("map", state)]
-    for what in ("ambiguous", "unproved"):
+    shown = ("ambiguous",) if proof["by"] == "sizes and order" else ("ambiguous", "unproved")  # no weight was looked at
+    for what in shown:
         if proof[what]:
             rows.append((what, f"{plural(len(proof[what]), 'param')}: {some([safe(name) for name in proof[what]])}"))
     return rows + [("note", safe(line)) for line in part["notices"]]

@@ -27,7 +27,9 @@ def run(
     layout: str | None = None,
 ) -> int:
     """Prints and draws what is asked for."""
-    stored = describe(Path(path), layout=layout, content=None)
+    stored = describe(Path(path), layout=layout, content=None, check_files=False)
+    if stored.megatron is None:
+        stored.check_files()
     selections = select(_catalogs(stored), narrowing)
     folder = os.path.abspath(stored.path)
     if html is not None or svg is not None:
@@ -42,6 +44,8 @@ def run(
         page = Page.for_stdout()
         inspect_page(page, document(stored, selections, folder, RANK_LIMIT), selections)
         page.print()
+    if stored.megatron is not None:
+        stored.megatron.entries.check_files()  # what there is was shown; the exit code says that it is not all
     return DONE
 
 

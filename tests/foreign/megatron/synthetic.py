@@ -112,9 +112,10 @@ def write_run(path: Path, run: Run | None = None) -> Run:
     first += groups
     rng = f"rng_state/shard_0.0_{run.pp}.{run.tp}"
     objects[rng] = BytesEntry(rng, 0, len(first), len(groups))
+    first += groups
     files = tuple(f"__{rank}_0.distcp" for rank in range(run.world))
     for name in files:
-        (path / name).write_bytes(first if name == files[0] else b"")
+        (path / name).write_bytes(first if name == files[0] else b"\0")
     (path / ".metadata").write_bytes(dump_metadata(DcpMetadata(tensors, objects, files)))
     common = {"iteration": 7, "checkpoint_version": 3.0, "optimizer": {"param_state_sharding_type": "dp_reshardable"}}
     (path / "common.pt").write_bytes(object_archive(common))

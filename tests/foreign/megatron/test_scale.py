@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +39,17 @@ def test_a_small_index_of_the_same_kind(tmp_path: Path) -> None:
         assert part.layout is not None
         bounds = layout_of(run, part.group // run.tp).bucket_numel.tolist()
         assert [bucket.numel for bucket in part.layout.buffers[0].buckets] == bounds
+
+
+def test_what_there_is_is_shown_without_the_files(tmp_path: Path) -> None:
+    """Of a copy of ``.metadata`` and ``common.pt`` alone: buckets and names, and the exit code of a missing file."""
+    write_run(tmp_path / "iter_0000007", Run(4, 64, 192, 256, 2, 2, 4, 40_000))
+    for file in (tmp_path / "iter_0000007").glob("*.distcp"):
+        file.unlink()
+    command = [sys.executable, "-m", "zero1ckpt", "inspect", str(tmp_path / "iter_0000007")]
+    for more in ([], ["--group", "dp_group_idx_3"], ["--param", "decoder.layers.1.mlp.linear_fc1.weight"]):
+        done = subprocess.run([*command, *more, "--json"], capture_output=True, text=True, check=False)
+        assert done.returncode == 3, done.stderr
+        assert "a file that .metadata names is missing" in done.stderr and done.stderr.count("\n") == 1
+        document = json.loads(done.stdout)
+        assert all(part["dp_size"] == 4 for part in document["parts"].values())

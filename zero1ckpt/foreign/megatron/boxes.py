@@ -70,7 +70,7 @@ class BoxPlacement:
         return len(self.chunks)
 
     def blob_key(self, blob: int) -> str:
-        return self.chunks.place(blob)[0]
+        return self.chunks.file(blob)
 
     def payload_nbytes(self, blob: int) -> int:
         return int(self.chunks.nbytes[blob])

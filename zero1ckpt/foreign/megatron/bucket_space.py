@@ -7,6 +7,7 @@ stretches, ``search`` names them) and proved afterwards (``proving``).
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
@@ -19,7 +20,7 @@ from ...model.state import MAIN_PARAM, Group, LossScale, ParamSpec, PartState, S
 from .content import Content
 from .entries import ChunkSource, Entries
 from .layout_file import LayoutGroup
-from .layout_found import find_layout
+from .layout_found import dp_size_of, find_layout, shard_numel
 from .model import Bucket, Buffer, Evidence, LocalParam, MegatronPart
 from .raw_buckets import MAIN_FIELD, RawBucket, RawBuffer, RawPart
 from .search import MAX_NODES, UnitTable, assign
@@ -71,7 +72,7 @@ class FileKeys(Sequence[str]):
     def __getitem__(self, chunk: int | slice) -> str | list[str]:
         if isinstance(chunk, slice):
             return [self[i] for i in range(*chunk.indices(len(self)))]
-        return self.source.chunks.place(chunk)[0]
+        return self.source.chunks.file(chunk)
 
 
 def part_name(raw: RawPart, alone: bool) -> str:
@@ -123,8 +124,9 @@ def read_part(
         part = _assemble(entries, raw, name, format, found_units, found, options)
         return replace(part, evidence=replace(part.evidence, by="layout file"))
     source = ChunkSource(entries.store, entries.chunks)
+    dp = dp_size_of(entries, raw)
     if content:
-        found = [row for buffer in raw.buffers for row in _name_buffer(buffer, source, found_units, weights, True)]
+        found = [row for buffer in raw.buffers for row in _name_buffer(buffer, source, found_units, weights, dp, True)]
         return _assemble(entries, raw, name, format, found_units, found, options)
     likely = _likely_units(found_units, options)
     found = []
@@ -133,7 +135,7 @@ def read_part(
         key = (options.layers, buffer.index, buffer.param_dtype, sizes)
         rows = None if memo is None else memo.get(key)
         if rows is None:
-            rows = _name_buffer(buffer, source, likely, weights, False)
+            rows = _name_buffer(buffer, source, likely, weights, dp, False)
         if memo is not None:
             memo[key] = rows
         found += rows
@@ -181,14 +183,19 @@ def _other_layout(raw: RawPart, what: str, found: object, expected: object) -> U
 
 
 def _name_buffer(
-    buffer: RawBuffer, source: ChunkSource, all_units: Sequence[Unit], weights: Weights, content: bool
+    buffer: RawBuffer,
+    source: ChunkSource,
+    all_units: Sequence[Unit],
+    weights: Weights,
+    dp: int | None,
+    content: bool,
 ) -> list[_Found]:
     """The stretches of one buffer in registration order, named."""
     main = {bucket.fields[MAIN_FIELD].dtype for bucket in buffer.buckets}
     if len(main) > 1:
         raise UnsupportedError("buckets of a buffer have main params of several dtypes", found=sorted(main))
     lookup = Content(all_units, weights, next(iter(main)))
-    ways = [_ways(bucket, source, lookup, buffer.param_dtype, content) for bucket in buffer.buckets]
+    ways = [_ways(bucket, source, lookup, buffer.param_dtype, dp, content) for bucket in buffer.buckets]
     choices, all_of_them = _combined(ways)
     maps = [_name(buffer.index, stretches, all_units, content) for stretches in choices]
     fewest = min(_unknown(rows) for rows in maps)
@@ -223,7 +230,7 @@ def _agreed(maps: Sequence[list[_Found]]) -> list[_Found]:
 
 
 def _ways(
-    bucket: RawBucket, source: ChunkSource, lookup: Content, dtype: str, content: bool
+    bucket: RawBucket, source: ChunkSource, lookup: Content, dtype: str, dp: int | None, content: bool
 ) -> list[tuple[Stretch, ...]]:
     """Ways to cut a bucket into params; of one that cannot be cut, it as a whole."""
     main = bucket.fields[MAIN_FIELD]
@@ -234,8 +241,13 @@ def _ways(
     def by_content(start: int, numel: int) -> tuple[int, ...]:
         return lookup.matches(read, start, numel, dtype) if content else ()
 
+    shard = shard_numel(bucket, dp) if dp else 0
+    ends = [edge for edge in bucket.edges if shard and edge % shard]
+
     def by_size(start: int, numel: int) -> tuple[int, ...]:
-        return lookup.of_size(dtype, numel)
+        """Not across an edge that is no end of a shard: there a param or a gap ends."""
+        across = bisect_left(ends, start + numel) > bisect_right(ends, start)
+        return () if across else lookup.of_size(dtype, numel)
 
     sizes = sorted(lookup.numels(dtype))
     found = tilings(bucket.numel_unpadded, bucket.edges, sizes, by_content, by_size)

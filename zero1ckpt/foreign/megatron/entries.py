@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import CorruptError
+from ...core.errors import CorruptError, MissingError
 from ...core.ranges import IntColumn
 from ...encodings.inert_pickle import Value
 from ...encodings.torch_archive import Archive, tensor_itemsize
@@ -52,7 +52,8 @@ class Chunks:
     """All chunks of a checkpoint: index -> bytes of its elements, its writer where that is known, and where it lies.
 
     ``writer``: rank in the name of the file (``__<rank>_<n>.distcp``), else -1. ``locate`` may read a header.
-    ``archive``: the archive that a tensor's chunk is alone in, with its checksum; None where there is none.
+    ``archive``: the archive that a tensor's chunk is alone in, with its checksum; None where there is none. ``file_of``
+    tells a chunk's file without a look into it.
     """
 
     nbytes: IntColumn
@@ -60,6 +61,7 @@ class Chunks:
     locate: Callable[[int], Place]
     _places: dict[int, Place] = field(default_factory=dict)
     archive: Callable[[int], tuple[str, Archive]] | None = None
+    file_of: Callable[[int], str] | None = None
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -70,6 +72,9 @@ class Chunks:
         if found is None:
             found = self._places[chunk] = self.locate(chunk)
         return found
+
+    def file(self, chunk: int) -> str:
+        return self.place(chunk)[0] if self.file_of is None else self.file_of(chunk)
 
     def extended(self, places: Sequence[Place], nbytes: Sequence[int]) -> tuple[Chunks, IntColumn]:
         """These chunks and more, whose places are known; and the indices of the new ones."""
@@ -93,7 +98,8 @@ class Entries:
     ``/shard_<offsets>_<shape>``. ``load_archive``: an object's archive: its inert value, and where the storages of
     tensors inside it lie. ``common``: the common state, from ``common_in``: "file" (``common.pt``) or "entry".
     ``files``: what the folder holds, by path relative to it, with its bytes. ``original_shape``: of a key whose axes
-    Megatron-Core cut up (``nd_reformulated_orig_global_shape``), else None.
+    Megatron-Core cut up (``nd_reformulated_orig_global_shape``), else None. ``needed``: bytes that each file must have.
+    ``lenient``: files may be missing, and what lies in them is then not known; to show the rest.
     """
 
     path: Path
@@ -108,6 +114,36 @@ class Entries:
     common_in: str = "file"
     original_shape: Callable[[str], tuple[int, ...] | None] = lambda key: None
     place_object: Callable[[str], Place] | None = None
+    needed: Mapping[str, int] = field(default_factory=dict)
+    lenient: bool = False
+
+    def check_files(self) -> None:
+        """Raises ``MissingError`` or ``CorruptError`` for the first file that is not there or too short."""
+        for name, nbytes in self.needed.items():
+            found = self.files.get(name)
+            if found is None:
+                raise MissingError(
+                    "a file that .metadata names is missing",
+                    file=self.store.label(name),
+                    hint="restore it from a copy",
+                )
+            if found < nbytes:
+                raise CorruptError(
+                    "the file is truncated",
+                    file=self.store.label(name),
+                    found=f"{found} bytes",
+                    expected=f"at least {nbytes} bytes",
+                    hint="restore it from a copy",
+                )
+
+    def find_archive(self, key: str) -> Archive | None:
+        """An object's archive; where files may be missing, None for one that cannot be read."""
+        if not self.lenient:
+            return self.load_archive(key)
+        try:
+            return self.load_archive(key)
+        except (CorruptError, MissingError):
+            return None
 
     def object_place(self, key: str) -> Place:
         """File and first byte of an object's archive: one of its own, unless the container says otherwise."""
@@ -144,7 +180,7 @@ class ChunkSource:
     chunks: Chunks
 
     def label(self, blob: int) -> str:
-        return self.store.label(self.chunks.place(blob)[0])
+        return self.store.label(self.chunks.file(blob))
 
     def read_run(self, blob: int, at: int, buffers: Sequence[memoryview]) -> None:
         file, begin = self.chunks.place(blob)

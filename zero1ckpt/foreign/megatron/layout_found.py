@@ -15,7 +15,7 @@ from .raw_buckets import MAIN_FIELD, RawBucket, RawPart
 if TYPE_CHECKING:
     from .bucket_space import PartOptions
 
-__all__ = ["find_layout"]
+__all__ = ["dp_size_of", "find_layout", "shard_numel"]
 
 _EMBEDDINGS = ("word_embeddings.weight", "output_layer.weight")
 
@@ -28,7 +28,7 @@ def find_layout(
     options: PartOptions,
 ) -> tuple[PartLayout, frozenset[int], tuple[str, ...]]:
     """The layout, the local params with a bucket of their own for being shared, and what does not fit. Pure."""
-    dp_size = _dp_size(entries, raw)
+    dp_size = dp_size_of(entries, raw)
     undivided = bool(options.one_bucket or options.pipeline_rank)
     choices = list(_shared_choices(buffers, locals_, options))
     for only_shared, shared in [(undivided, one) for one in choices] + [(False, one) for one in choices]:
@@ -47,10 +47,10 @@ def find_layout(
 # -------------------------------------------------------------------------------------------------------------- dp size
 
 
-def _dp_size(entries: Entries, raw: RawPart) -> int | None:
+def dp_size_of(entries: Entries, raw: RawPart) -> int | None:
     """The largest number of equal shards whose ends are edges of chunks, and for which there are writers."""
     buckets = [bucket for buffer in raw.buffers for bucket in buffer.buckets]
-    if not buckets or any(bucket.numel is None for bucket in buckets):
+    if not buckets:
         return None
     if all(len(bucket.edges) <= 2 for bucket in buckets) and any(b.numel_unpadded > BUCKET_ALIGN for b in buckets):
         return None  # a writer that made one chunk of each bucket: shards have left no trace
@@ -68,12 +68,20 @@ def _writers(entries: Entries, buckets: Sequence[RawBucket]) -> int | None:
 
 
 def _cut_by(bucket: RawBucket, dp: int) -> bool:
-    assert bucket.numel is not None
-    if bucket.numel % dp:
+    shard = shard_numel(bucket, dp)
+    if not shard:
         return False
-    shard = bucket.numel // dp
     edges = set(bucket.edges)
     return all(end in edges for end in range(shard, bucket.numel_unpadded, shard))
+
+
+def shard_numel(bucket: RawBucket, dp: int) -> int:
+    """Elements of a bucket that each of ``dp`` ranks has; 0 where it cannot be cut so."""
+    numel = bucket.numel
+    if numel is None:
+        align = int(np.lcm(dp, BUCKET_ALIGN))
+        numel = -(-bucket.numel_unpadded // align) * align
+    return numel // dp if numel % dp == 0 else 0
 
 
 def _padded_for_busbw(raw: RawPart, dp_size: int | None) -> bool:

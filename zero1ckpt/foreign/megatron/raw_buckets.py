@@ -11,7 +11,7 @@ import numpy as np
 from ...core.errors import CorruptError, UnsupportedError
 from ...core.ranges import IntColumn
 from ...encodings.inert_pickle import Dtype, Value
-from .entries import ChunkSource, Entries, StoredTensor
+from .entries import ChunkSource, Entries, StoredTensor, unwrapped
 
 __all__ = ["MAIN_FIELD", "RawBucket", "RawBuffer", "RawField", "RawPart", "read_raw_parts"]
 
@@ -140,7 +140,8 @@ def _part(
 def _sizes(entries: Entries, prefix: str) -> dict[tuple[int, str, str], tuple[int, ...]]:
     """What ``per_bucket_numel`` says: for each buffer the size of each bucket."""
     key = next((key for key in entries.objects if key.startswith(prefix)), None)
-    value: Value = None if key is None else entries.load_object(key)
+    archive = None if key is None else entries.find_archive(key)
+    value: Value = None if archive is None else unwrapped(archive.value)
     if isinstance(value, dict):  # one buffer: the list around it was taken for the list around the object
         value = [value]
     if not isinstance(value, list):

@@ -33,10 +33,12 @@ _BUCKETS = ("dp_reshardable", "fully_sharded_bucket_space")
 _MODEL_SPACE = ("fully_reshardable", "fully_sharded_model_space")
 
 
-def describe(path: Path, *, layout_file: Path | None = None, content: bool | None = True) -> MegatronCheckpoint:
+def describe(
+    path: Path, *, layout_file: Path | None = None, content: bool | None = True, check_files: bool = True
+) -> MegatronCheckpoint:
     """An iteration folder as a value. Reads headers and, with ``content``, the ends of tensors that name params; None:
-    where there are not many, and they can be read. ``layout_file``: says how params lie in buffers (``layout_file``),
-    so that nothing is derived.
+    where there are not many. ``check_files=False``: describes what there is, even where files are missing or too short.
+    ``layout_file``: says how params lie in buffers (``layout_file``), so that nothing is derived.
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
@@ -49,14 +51,16 @@ def describe(path: Path, *, layout_file: Path | None = None, content: bool | Non
         return open_legacy(path)
     layout = None if layout_file is None else read_layout(layout_file)
     entries = _open(path, container)
-    if content is not None:
-        return _of_entries(entries, content, layout)
-    if len(entries.chunks) > _MANY_CHUNKS:
-        return _of_entries(entries, False, layout)
+    if check_files:
+        entries.check_files()
+    look = len(entries.chunks) <= _MANY_CHUNKS if content is None else content
     try:
-        return _of_entries(entries, True, layout)
+        entries.check_files()
+        return _of_entries(entries, look, layout)
     except (CorruptError, MissingError):
-        return _of_entries(entries, False, layout)
+        if check_files:
+            raise
+        return _of_entries(replace(entries, lenient=True), False, layout)
 
 
 def _open(path: Path, container: str) -> Entries:
@@ -143,15 +147,17 @@ def _has_groups(value: object) -> bool:
 
 
 def _groups_of(entries: Entries, key: str) -> GroupSet:
-    archive = entries.load_archive(key)
+    archive = entries.find_archive(key)
+    if archive is None:
+        return GroupSet(({},), None, notices=("the optimizer groups cannot be read",))
     return read_groups(archive.value, archive_numbers(entries.store, archive))
 
 
 def _scaler(entries: Entries, prefix: str = "") -> LossScale | None:
     for key in entries.objects:
         if key.startswith(prefix) and "grad_scaler" in key:
-            archive = entries.load_archive(key)
-            return read_loss_scale(archive.value, archive_numbers(entries.store, archive))
+            archive = entries.find_archive(key)
+            return None if archive is None else read_loss_scale(archive.value, archive_numbers(entries.store, archive))
     return None
 
 
@@ -179,11 +185,13 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
     format = f"megatron:{common.sharding_type}"
     parts: dict[str, MegatronPart] = {}
     notices = list(common.notices)
+    of_parts: dict[str, list[str]] = {}
     steps = set()
     for raw in raw_parts:
         name = part_name(raw, len(raw_parts) == 1)
         options, said = part_options(entries, common, raw, keys)
-        notices += [f"{name}: {line}" if name else line for line in said]
+        for line in said:
+            of_parts.setdefault(line, []).append(name)
         steps.add(options.step)
         stated = None if layout is None else layout.group(raw.chained, raw.group)
         parts[name] = read_part(
@@ -191,6 +199,9 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
         )
     if len(steps) > 1:
         notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
+    for line, names in of_parts.items():
+        more = f" and {len(names) - 1} more parts" if len(names) > 1 else ""
+        notices.append(f"{names[0]}{more}: {line}" if names[0] else line)
     notices += _unknown(parts)
     return MegatronCheckpoint(
         entries, format, entries.container, max(steps), common.iteration, parts, keys, tuple(dict.fromkeys(notices))

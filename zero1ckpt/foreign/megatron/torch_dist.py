@@ -23,7 +23,8 @@ COMMON_ENTRY = "common_state/shard_0_1"
 
 
 def open_torch_dist(path: Path) -> Entries:
-    """Reads ``.metadata`` and the common state of an iteration folder; no tensor.
+    """Reads ``.metadata`` and the common state of an iteration folder; no tensor. ``Entries.check_files`` says whether
+    all files are there.
 
     Raises ``MissingError``, ``CorruptError``, ``UnsupportedError``.
     """
@@ -32,9 +33,6 @@ def open_torch_dist(path: Path) -> Entries:
     tensors, chunks = _index(store, metadata)
     listed = store.keys()
     files = {key: store.size(key) for key in listed}
-    for name in metadata.files:
-        if name not in files:
-            raise MissingError("a file that .metadata names is missing", file=path / name, hint="restore it")
 
     def load(key: str) -> Archive:
         return _load(store, metadata, key)
@@ -51,8 +49,30 @@ def open_torch_dist(path: Path) -> Entries:
         return metadata.files[entry.file], entry.at
 
     return Entries(
-        path, "torch_dist", store, tensors, objects, load, chunks, common, files, where, original_shape, place
+        path,
+        "torch_dist",
+        store,
+        tensors,
+        objects,
+        load,
+        chunks,
+        common,
+        files,
+        where,
+        original_shape,
+        place,
+        _needed(metadata),
     )
+
+
+def _needed(metadata: DcpMetadata) -> dict[str, int]:
+    """How far into each file its entries reach."""
+    ends = np.zeros(len(metadata.files), np.int64)
+    for entry in metadata.tensors.values():
+        np.maximum.at(ends, entry.files, entry.at + entry.nbytes)
+    for held in metadata.objects.values():
+        ends[held.file] = max(int(ends[held.file]), held.at + held.nbytes)
+    return dict(zip(metadata.files, ends.tolist(), strict=True))
 
 
 def _index(store: LocalStore, metadata: DcpMetadata) -> tuple[dict[str, StoredTensor], Chunks]:
@@ -76,7 +96,11 @@ def _index(store: LocalStore, metadata: DcpMetadata) -> tuple[dict[str, StoredTe
         entry, row = rows[chunk]
         return metadata.files[int(entry.files[row])], _archive(store, metadata.files, entry, row)
 
-    return tensors, Chunks(_joined(nbytes), _joined(writer), locate, archive=archive)
+    def file_of(chunk: int) -> str:
+        entry, row = rows[chunk]
+        return metadata.files[int(entry.files[row])]
+
+    return tensors, Chunks(_joined(nbytes), _joined(writer), locate, archive=archive, file_of=file_of)
 
 
 def _joined(columns: list[Any]) -> Any:

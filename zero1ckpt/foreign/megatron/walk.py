@@ -61,8 +61,8 @@ class _Walk:
             found = self.by_content(start, numel)
             if found:
                 yield follows, Stretch(start, numel, found, True)
-            elif self.by_size is not None:
-                yield follows, Stretch(start, numel, self.by_size(start, numel), False)
+            elif self.by_size is not None and (likely := self.by_size(start, numel)):
+                yield follows, Stretch(start, numel, likely, False)
 
     def may_begin(self, at: int) -> bool:
         return self.edges is None or at >= self.unpadded or at in self.edges
