@@ -134,7 +134,7 @@ def test_resume_does_not_write_finished_files_again(work):
             job()
 
     assert in_child(work_until_ninth) == -signal.SIGKILL
-    (half,) = [path for path in work.iterdir() if path.name.endswith("partial")]
+    (half,) = work.glob("*partial/*")
     finished = {p.name: p.stat().st_ino for p in half.iterdir() if not p.name.endswith(".part")}
     assert len(finished) == 8
     job(resume=True)

@@ -1,17 +1,22 @@
 """Several processes reshard together on a shared file system: one commit, the same bytes, and who is lost is named."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 import zero1ckpt
 from tests.strategies import small_state, tree
+from zero1ckpt.api import executing
+from zero1ckpt.api.resharding import plan_reshard
 from zero1ckpt.core.errors import LostRankError, OutputError, UsageError
 from zero1ckpt.storage.rendezvous import Ranks, Rendezvous, rendezvous_path
-from zero1ckpt.storage.staging import Staging, find_leftovers, remove_leftover
+from zero1ckpt.storage.staging import Staging, find_leftovers, partial_path, remove_leftover
 
 CODE = """
 import os, sys
@@ -116,6 +121,53 @@ def test_a_second_job_does_not_disturb_the_ranks_of_a_live_one(tmp_path):
         pass
     assert [path.name for path in meeting.iterdir()] == ["go"]
     staging.abandon()
+
+
+def meet(dst, size=2, timeout=5.0):
+    """One session's views, rank 0 first; each enters in a thread of its own, as processes do."""
+    views = [Rendezvous(dst, Ranks(rank, size), timeout=timeout) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(Rendezvous.__enter__, views))
+
+
+def test_ranks_of_a_dead_run_tell_the_next_one_nothing(tmp_path):
+    """Rank 0 of the first job dies (its folder stays, its lock is free); its rank 1 goes on, and comes too late."""
+    dead, orphan = meet(tmp_path / "out")
+    dead._end_beating()
+    leader, follower = meet(tmp_path / "out")
+    with pytest.raises(LostRankError, match="another job"):
+        orphan.post("report-1", b"of the dead")
+    with pytest.raises(LostRankError, match="another job"):
+        orphan.receive("start")
+    orphan.__exit__(LostRankError, LostRankError("too late"), None)
+    follower.post("report-1", b"of the living")
+    assert list(leader.collect("report")) == [b"of the living"]
+    follower.__exit__(None, None, None)
+    leader.__exit__(None, None, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_orphans_blobs_do_not_reach_the_next_job(src, tmp_path, monkeypatch):
+    """The same with a reshard: the orphan still copies for another bucket size when the next job begins."""
+    plans = [plan_reshard(src, tmp_path / "out", to_dp=5, bucket_size=size) for size in (300, 100)]
+    dead, orphan = meet(tmp_path / "out")
+    left = Staging(plans[0].dst, plans[0].job)
+    dead.post("start", msgspec.json.encode(executing._Start(plans[0].job, left.root.name, False)))
+    dead._end_beating()
+    left.leave()
+    copy = executing._copy_share
+
+    def copy_late(*args):
+        shutil.rmtree(rendezvous_path(tmp_path / "out"))
+        Staging(plans[1].dst, plans[1].job).leave()
+        return copy(*args)
+
+    monkeypatch.setattr(executing, "_copy_share", copy_late)
+    with pytest.raises(LostRankError, match="another job"):
+        executing._follow(plans[0], orphan)
+    orphan._end_beating()
+    (area,) = partial_path(tmp_path / "out").iterdir()
+    assert not list(area.iterdir())
 
 
 @pytest.mark.parametrize("rank, size", [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0")])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -173,7 +174,8 @@ def test_a_resume_takes_over_whole_shards(work, monkeypatch):
         done = subprocess.run([sys.executable, "-c", KILLED, str(moment), work / "src", work / "dst"], cwd=ROOT)
         assert done.returncode == -signal.SIGKILL, "it was interrupted"
         assert not (work / "dst").exists()
-        kept = {name for name in tree(work / ".dst.zero1ckpt-partial") if "/c/" in name and not name.endswith(".part")}
+        (left,) = (work / ".dst.zero1ckpt-partial").iterdir()
+        kept = {name for name in tree(left) if "/c/" in name and not name.endswith(".part")}
         sealed.clear()
         zero1ckpt.reshard(work / "src", work / "dst", options=SMALL, workers=1, resume=True, **ZARR)
         files = {name for name in kept if tree(work / "dst")[name] is not None}
@@ -215,7 +217,7 @@ def test_every_file_is_durable_and_written_once(work, monkeypatch):
     monkeypatch.setattr(os, "fsync", counted_fsync)
     monkeypatch.setattr(os, "pwrite", counted_pwrite)
     write(work / "a", small_state(1))
-    staging = str(work / ".a.zero1ckpt-partial")
+    (staging,) = {name.partition("/zarr.json")[0] for name in synced if re.search("-partial/[0-9a-f]+/zarr.json", name)}
     for path, content in tree(work / "a").items():
         place = f"{staging}/{path}" if path != "manifest.json" else f"{staging}/.manifest.json"
         if content is None:

@@ -72,6 +72,32 @@ def test_a_rank_that_is_late_does_not_bring_an_abandoned_folder_back(work):
     assert names(work) == []
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_processes_of_a_dead_writer_write_into_nothing(work, resume):
+    """Rank 0 was killed, its other ranks go on: neither what they begin nor what they have open is the next one's."""
+    dead = Staging(work / "dst", JOB)
+    dead.path("deep/done").write_bytes(b"done")
+    late = Area(dead.root)
+    begun = late.path("data.part")
+    with begun.open("wb") as file:
+        file.write(b"x")
+        file.flush()
+        dead.leave()
+        area = Staging(work / "dst", JOB if resume else {"command": "another"}, resume=resume)
+        assert area.resumed == resume and (area.root / "deep" / "done").exists() == resume
+        area.path("data.part").write_bytes(b"wanted")
+        file.write(b"yyyyyyyyyy")
+    with pytest.raises(OutputError):
+        late.path("deep/er/data")
+    with pytest.raises(OSError):
+        late.path("other").write_bytes(b"x")
+    with pytest.raises(OSError):
+        begun.rename(late.path("data"))
+    assert tree(area.root) == {**({"deep": None, "deep/done": b"done"} if resume else {}), "data.part": b"wanted"}
+    area.abandon()
+    assert names(work) == []
+
+
 def test_interrupt_leaves_for_a_resume(work):
     with pytest.raises(KeyboardInterrupt), staged(Staging(work / "dst", JOB)) as area:
         area.path("data").write_bytes(b"x")
@@ -253,8 +279,9 @@ def test_order_of_write_flush_rename_flush(work):
 
     with calls(before):
         publish(work / "new" / "er" / "dst")
-    part, work = str(partial_path(work / "new" / "er" / "dst")), work / "new" / "er"
-    moved = log.index(("rename", part, str(work / "dst")))
+    work = work / "new" / "er"
+    ((moved, part),) = [(i, e[1]) for i, e in enumerate(log) if e[0] == "rename" and e[2] == str(work / "dst")]
+    assert os.path.dirname(part) == str(partial_path(work / "dst"))
     last = log.index(("rename", f"{part}/.manifest.json.part", f"{part}/manifest.json"))
     assert log.index(("fsync", f"{part}/.manifest.json.part")) < last < moved
     for folder in (part, f"{part}/deep", f"{part}/deep/er"):

@@ -41,9 +41,10 @@ class _Blob(msgspec.Struct):
 
 
 class _Start(msgspec.Struct):
-    """What rank 0 tells when the folder is there."""
+    """What rank 0 tells when the folder is there: ``area`` is its name in ``partial_path``."""
 
     job: dict[str, Any]
+    area: str
     resumed: bool
 
 
@@ -92,7 +93,7 @@ def _lead(
         check_space(plan.dst, plan.payload_bytes + carried + PAGE * sum(c.placement.blob_count for c in plan.catalogs))
     with staged(Staging(plan.dst, plan.job, overwrite=overwrite, resume=resume)) as staging:
         if meeting is not None:
-            meeting.post("start", msgspec.json.encode(_Start(plan.job, staging.resumed)))
+            meeting.post("start", msgspec.json.encode(_Start(plan.job, staging.root.name, staging.resumed)))
         shares = [_copy_share(plan, staging, Ranks(0, 1) if meeting is None else meeting.ranks, progress)]
         if meeting is not None:
             shares += [_decode(data) for data in meeting.collect("report")]
@@ -120,8 +121,13 @@ def _follow(plan: ReshardPlan, meeting: Rendezvous) -> None:
         raise LostRankError(
             "rank 0 runs another command", found=start.job, expected=plan.job, hint="run the same on all ranks"
         )
-    area = Area(partial_path(plan.dst), resumed=start.resumed)
-    share = _copy_share(plan, area, meeting.ranks, None)
+    area = Area(partial_path(plan.dst) / start.area, resumed=start.resumed)
+    try:
+        share = _copy_share(plan, area, meeting.ranks, None)
+    except OutputError as error:
+        if meeting.alive:
+            raise
+        raise meeting.ended() from error  # a later job has taken the folder away
     meeting.post(f"report-{meeting.ranks.rank}", _encode(share))
     meeting.await_end()
 

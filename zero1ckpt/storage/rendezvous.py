@@ -3,7 +3,8 @@
 Used by ``reshard`` under torchrun or srun: no process group, no port, no torch. Rank 0 leads. Every rank writes a sign
 of life once a second; who is not heard from for a time is named. Files appear whole (written aside and renamed), and a
 session begins only when rank 0 has answered the very token that a rank has posted, so that what an earlier, dead run
-left is never taken for an answer.
+left is never taken for an answer. From then on all is posted in a folder that is named after the session: ranks of a
+dead run that are still at work post into nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .local import writing
 from .staging import RANKS_SUFFIX, refuse_live_writer
 
 __all__ = ["Ranks", "Rendezvous", "rendezvous_path"]
+
+_GO = "go"
 
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
@@ -60,6 +63,13 @@ class Ranks:
         return cls(0, 1)
 
 
+class _Go(msgspec.Struct):
+    """Rank 0's answer: the session's folder, and the tokens that it has seen, by rank."""
+
+    session: str
+    tokens: dict[int, str]
+
+
 def rendezvous_path(dst: Path) -> Path:
     return dst.parent / f".{dst.name}{RANKS_SUFFIX}"
 
@@ -77,6 +87,7 @@ class Rendezvous:
         self.ranks = ranks
         self.timeout = timeout
         self._token = secrets.token_hex(8)
+        self._room = self.folder  # then the session's own
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._stop = threading.Event()
         self._beat: threading.Thread | None = None
@@ -100,10 +111,12 @@ class Rendezvous:
             self._join()
             return
         self._clear()
-        self.folder.mkdir(parents=True)
+        session = self.folder / self._token
+        session.mkdir(parents=True)
         self._start_beating()
         tokens = {rank: self._await(f"hello-{rank}", rank).decode() for rank in range(1, self.ranks.size)}
-        self.post("go", msgspec.json.encode(tokens))
+        self.post(_GO, msgspec.json.encode(_Go(session.name, tokens)))
+        self._room = session
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -111,16 +124,23 @@ class Rendezvous:
         if error is not None:
             line = str(error) if isinstance(error, Zero1CkptError) else f"{kind.__name__ if kind else ''}: {error}"
             with contextlib.suppress(OSError):
-                self.post("failed", f"rank {self.ranks.rank} on {socket.gethostname()}: {line}".encode())
+                self._post("failed", f"rank {self.ranks.rank} on {socket.gethostname()}: {line}".encode())
         self._end_beating()
         if self.ranks.rank == 0 and error is None:
             self._clear()
 
     def post(self, name: str, data: bytes) -> None:
-        """Makes ``data`` visible to all ranks under ``name``."""
-        aside = self.folder / f".{name}.{self._token}"
+        """Makes ``data`` visible to all ranks of the session under ``name``. Raises ``LostRankError`` without one."""
+        try:
+            self._post(name, data)
+        except FileNotFoundError:
+            raise self.ended() from None
+
+    def _post(self, name: str, data: bytes) -> None:
+        room = self._room
+        aside = room / f".{name}.{self._token}"
         aside.write_bytes(data)
-        aside.rename(self.folder / name)
+        aside.rename(room / name)
 
     def collect(self, name: str) -> Iterator[bytes]:
         """What ranks 1 and up post under ``name-<rank>``, in rank order; for rank 0."""
@@ -133,9 +153,14 @@ class Rendezvous:
 
     def await_end(self) -> None:
         """Waits until rank 0 has ended the session."""
-        while self.folder.exists():
+        while self.alive:
             self._check(0)
             time.sleep(_POLL_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session's folder is there: rank 0 takes it away at the end, and so does a later job."""
+        return self._room.exists()
 
     def _clear(self) -> None:
         """Takes the folder away in one step: others may be writing into it."""
@@ -151,9 +176,10 @@ class Rendezvous:
         while True:
             with contextlib.suppress(OSError):
                 if self.folder.exists() and not hello.exists():
-                    self.post(hello.name, self._token.encode())
-                tokens = msgspec.json.decode((self.folder / "go").read_bytes(), type=dict[int, str])
-                if tokens.get(self.ranks.rank) == self._token:
+                    self._post(hello.name, self._token.encode())
+                go = msgspec.json.decode((self.folder / _GO).read_bytes(), type=_Go)
+                if go.tokens.get(self.ranks.rank) == self._token:
+                    self._room = self.folder / go.session
                     return
             if time.monotonic() - begin > self.timeout:
                 raise LostRankError(
@@ -164,17 +190,27 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _await(self, name: str, rank: int) -> bytes:
-        path = self.folder / name
+        path = self._room / name
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return path.read_bytes()
             self._check(rank)
+            if not self.alive:
+                raise self.ended()
             time.sleep(_POLL_SECONDS)
+
+    def ended(self) -> LostRankError:
+        """The error of a rank whose session is no more."""
+        return LostRankError(
+            "the session was ended without this rank, by another job at the same place",
+            file=self.folder,
+            hint="nothing of this rank's was committed; see what the other job made",
+        )
 
     def _check(self, rank: int) -> None:
         """Raises where a rank has failed, or where ``rank`` shows no sign of life."""
         with contextlib.suppress(FileNotFoundError):
-            raise LostRankError((self.folder / "failed").read_text(), hint="mend the cause and go on with --resume")
+            raise LostRankError((self._room / "failed").read_text(), hint="mend the cause and go on with --resume")
         now = time.monotonic()
         others = [other for other in range(self.ranks.size) if other != self.ranks.rank]
         silent = [other for other in others if self._silence(other, now) > self.timeout]
@@ -190,7 +226,7 @@ class Rendezvous:
         """Seconds for which a rank's sign of life has not changed."""
         sign = b""
         with contextlib.suppress(FileNotFoundError):
-            sign = (self.folder / f"alive-{rank}").read_bytes()
+            sign = (self._room / f"alive-{rank}").read_bytes()
         known, since = self._seen.get(rank, (None, now))
         if known != sign:
             since = now
@@ -203,7 +239,7 @@ class Rendezvous:
             while not self._stop.is_set():
                 count += 1
                 with contextlib.suppress(OSError):
-                    self.post(f"alive-{self.ranks.rank}", f"{self._token} {count}".encode())
+                    self._post(f"alive-{self.ranks.rank}", f"{self._token} {count}".encode())
                 self._stop.wait(_BEAT_SECONDS)
 
         self._beat = threading.Thread(target=beat, name="zero1ckpt-alive", daemon=True)

@@ -1,9 +1,10 @@
 """A folder appears whole or not at all.
 
-A writer of ``DST`` works in ``.DST.zero1ckpt-partial`` beside it and holds ``.DST.zero1ckpt-lock``. The folder is
-renamed to ``DST`` when its manifest is in it and everything is durable; to replace an existing ``DST`` the two folders
-change places in one system call, so a kill at any moment leaves the old or the new one. The kernel drops the lock with
-its owner, so leftovers of a dead writer are told from the work of a live one.
+A writer of ``DST`` works in a folder of its own in ``.DST.zero1ckpt-partial`` beside it and holds
+``.DST.zero1ckpt-lock``. The folder, whose name no other writer has or had, is renamed to ``DST`` when its manifest is
+in it and everything is durable; to replace an existing ``DST`` the two folders change places in one system call, so a
+kill at any moment leaves the old or the new one. The kernel drops the lock with its owner, so leftovers of a dead
+writer are told from the work of a live one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -87,7 +89,8 @@ class Staging(Area):
     """
 
     def __init__(self, dst: Path, job: dict[str, Any], *, overwrite: bool = False, resume: bool = False) -> None:
-        super().__init__(partial_path(dst))
+        self._partial = partial_path(dst)
+        super().__init__(self._partial / secrets.token_hex(4))
         self.dst = dst
         self.overwrite = overwrite
         self._lock_fd = -1
@@ -100,14 +103,11 @@ class Staging(Area):
                 self._lock_fd = _take_lock(dst)
                 _put_back(dst)
                 refuse_existing(dst, overwrite)
-                self.resumed = resume and _read_lock(self._lock_fd).get("job") == job and self.root.is_dir()
-                if self.root.exists() and not self.resumed:
-                    shutil.rmtree(self.root)
-                self.root.mkdir(exist_ok=True)
+                self._make_root(_left_area(self._partial) if resume and self._left_job() == job else None)
                 self._write_job(job)
             except BaseException:
                 if self._lock_fd >= 0 and not self.resumed:
-                    shutil.rmtree(self.root, ignore_errors=True)
+                    shutil.rmtree(self._partial, ignore_errors=True)
                 self._unlock(remove=not self.resumed)
                 self._remove_made()
                 raise
@@ -129,12 +129,12 @@ class Staging(Area):
             self._published = True
             for parent in (self.dst.parent, *(made.parent for made in reversed(self._made))):
                 fsync_folder(parent)
-            shutil.rmtree(self.root, ignore_errors=True)  # what was replaced
+            shutil.rmtree(self._partial, ignore_errors=True)  # what was replaced
             self._unlock(remove=True)
 
     def abandon(self) -> None:
         """Removes everything that was made, the missing parents included; what was published already stays whole."""
-        shutil.rmtree(self.root, ignore_errors=True)  # when published, what was replaced, if anything
+        shutil.rmtree(self._partial, ignore_errors=True)  # when published, what was replaced, if anything
         self._unlock(remove=True)
         if not self._published:
             self._remove_made()
@@ -142,6 +142,28 @@ class Staging(Area):
     def leave(self) -> None:
         """Leaves what was made for a later resume."""
         self._unlock()
+
+    def _left_job(self) -> Any:
+        """What the last writer that held the lock was writing."""
+        return _read_lock(self._lock_fd).get("job")
+
+    def _make_root(self, left: Path | None) -> None:
+        """Makes the folder, or takes over what is ``left``, under a new name.
+
+        Processes of a dead writer may still be at work: their paths lead nowhere now, and what they have open is no
+        file of the folder any more.
+        """
+        self.resumed = left is not None
+        if left is None:
+            if self._partial.exists():
+                shutil.rmtree(self._partial)
+            self._partial.mkdir()
+            self.root.mkdir()
+            return
+        left.rename(self.root)
+        for path in self.root.rglob("*.part"):
+            if path.is_file():  # a param may be called so
+                path.unlink()
 
     def _move_into_place(self) -> None:
         if not self.overwrite or not self.dst.exists() or not any(self.dst.iterdir()):
@@ -184,6 +206,15 @@ class Staging(Area):
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _left_area(partial: Path) -> Path | None:
+    """The folder in which a dead writer worked, if it left one."""
+    try:
+        left = list(partial.iterdir())
+    except FileNotFoundError:
+        return None
+    return left[0] if len(left) == 1 and left[0].is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)
