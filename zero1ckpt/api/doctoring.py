@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from ..core.errors import CorruptError, MissingError, UnsupportedError, UsageError, Zero1CkptError
 from ..doctor import shifted_state
 from ..doctor.casts import BITS
-from ..doctor.examine import Examination, examine, examine_together
+from ..doctor.examine import examine, examine_together
 from ..doctor.subject import Array, Damage, Piece, Sizes, Subject, SubjectParam
 from ..encodings.dcp_metadata import parse_metadata
 from ..foreign.megatron.boxes import BoxPlacement
@@ -23,6 +22,8 @@ from ..foreign.megatron.weights import Weights
 from ..model.catalog import Catalog
 from ..model.protocols import Progress, Source
 from ..model.state import MAIN_PARAM
+from .diagnosis import Diagnosis, Mending
+from .mending import write_mended
 from .stored import Stored, describe, resolve
 from .verification import Finding
 
@@ -34,51 +35,6 @@ MENDABLE = frozenset({shifted_state.KIND})
 _FLOATS = ("float32", "float16", "bfloat16")
 _CACHE_BYTES = 2**30
 _GAP_BYTES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Mending:
-    """What was written to ``path``: counts of elements, over all slots, and where each came from.
-
-    ``moved``: put back from another place. ``from_weights``: main params that are their weight, rounded to its dtype.
-    ``zeroed``: moments that are lost and set to zero. Rows are (part, param, slot, ranges).
-    """
-
-    path: Path
-    moved: int
-    from_weights: int
-    zeroed: int
-    restored_rows: tuple[tuple[str, str, str, tuple[tuple[int, int], ...]], ...] = ()
-    zeroed_rows: tuple[tuple[str, str, str, tuple[tuple[int, int], ...]], ...] = ()
-
-
-@dataclass
-class Diagnosis:
-    """The answer of ``diagnose``: true where nothing is damaged. ``mends``: what mending would cost, a line each."""
-
-    findings: list[Finding] = field(default_factory=list)
-    notices: list[Finding] = field(default_factory=list)
-    mends: list[str] = field(default_factory=list)
-    mendable: list[str] = field(default_factory=list)
-    examinations: dict[str, Examination] = field(default_factory=dict)
-    subjects: dict[str, Subject] = field(default_factory=dict)
-    stored: Stored | None = None
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def add(self, damages: Sequence[Damage]) -> None:
-        for damage in damages:
-            finding = Finding(
-                damage.kind, damage.message, damage.part, damage.param, damage.slot, damage.range, damage.file
-            )
-            (self.findings if damage.grave else self.notices).append(finding)
-            if damage.mends and damage.mends not in self.mends:
-                self.mends.append(damage.mends)
 
 
 def diagnose(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Diagnosis:
@@ -414,8 +370,6 @@ def mend(
     Raises ``UnsupportedError`` where moments are lost and ``zero_lost_moments`` is not asked for, or where the damage
     cannot be mended; ``OutputError`` where DST exists or cannot be written.
     """
-    from .mending import write_mended
-
     _refuse_same(Path(path), Path(dst))
     if diagnosis.ok:
         return None

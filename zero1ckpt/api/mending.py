@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,10 +21,8 @@ from ..foreign.megatron.folders import TRACKER
 from ..model.catalog import Catalog
 from ..storage.local import LocalStore, writing
 from ..storage.staging import Staging
+from .diagnosis import Diagnosis, Mending
 from .stored import Stored
-
-if TYPE_CHECKING:
-    from .doctoring import Diagnosis, Mending
 
 __all__ = ["write_mended"]
 
@@ -45,8 +42,6 @@ class _Change:
 
 def write_mended(diagnosis: Diagnosis, path: Path, dst: Path) -> Mending:
     """See ``doctoring.mend``. Where ``path`` is a run folder, so is the copy, with this one iteration."""
-    from .doctoring import Mending
-
     stored = diagnosis.stored
     assert stored is not None
     _check_container(stored)

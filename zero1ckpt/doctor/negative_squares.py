@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .subject import Damage, Subject, View, ranges, some_ranges
+from .subject import Damage, Subject, View, bad_values
 
 __all__ = ["KIND", "detect"]
 
@@ -24,15 +24,4 @@ def detect(subject: Subject, view: View) -> Iterator[Damage]:
             continue
         bad = values < 0
         if bad.any():
-            rows = ranges(bad)
-            message = f"{view.param.name}: {slot}: {int(bad.sum())} of {values.size} values are negative"
-            yield Damage(
-                KIND,
-                f"{message}: {some_ranges(rows)}",
-                True,
-                subject.part,
-                view.param.name,
-                slot,
-                rows[0],
-                mends="cannot be mended: restore an earlier checkpoint",
-            )
+            yield bad_values(subject, view, KIND, slot, bad, "negative")

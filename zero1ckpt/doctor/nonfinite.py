@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .subject import Damage, Subject, View, ranges, some_ranges
+from .subject import Damage, Subject, View, bad_values
 
 __all__ = ["KIND", "detect"]
 
@@ -22,15 +22,4 @@ def detect(subject: Subject, view: View) -> Iterator[Damage]:
     for slot, values in view.slots.items():
         bad = ~np.isfinite(values)
         if bad.any():
-            rows = ranges(bad)
-            message = f"{view.param.name}: {slot}: {int(bad.sum())} of {values.size} values are NaN or infinite"
-            yield Damage(
-                KIND,
-                f"{message}: {some_ranges(rows)}",
-                True,
-                subject.part,
-                view.param.name,
-                slot,
-                rows[0],
-                mends="cannot be mended: restore an earlier checkpoint",
-            )
+            yield bad_values(subject, view, KIND, slot, bad, "NaN or infinite")

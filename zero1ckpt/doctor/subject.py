@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from ..core.boxes import Box
 
-__all__ = ["Array", "Damage", "Piece", "Sizes", "Subject", "SubjectParam", "Values", "View", "ranges", "some_ranges"]
+__all__ = [
+    "Array",
+    "Damage",
+    "Piece",
+    "Sizes",
+    "Subject",
+    "SubjectParam",
+    "Values",
+    "View",
+    "bad_values",
+    "ranges",
+    "some_ranges",
+]
 
 Array = NDArray[Any]
 
@@ -124,3 +136,11 @@ def some_ranges(rows: Sequence[tuple[int, int]], most: int = 6) -> str:
     """Ranges as text, the first of many. Pure."""
     shown = ", ".join(f"[{low}, {high})" for low, high in rows[:most])
     return f"{shown} and {len(rows) - most} ranges more" if len(rows) > most else shown
+
+
+def bad_values(subject: Subject, view: View, kind: str, slot: str, bad: Array, what: str) -> Damage:
+    """The damage of values that no optimizer makes, where ``bad`` is true; what they were is in no file. Pure."""
+    rows = ranges(bad)
+    message = f"{view.param.name}: {slot}: {int(bad.sum())} of {bad.size} values are {what}: {some_ranges(rows)}"
+    mends = "cannot be mended: restore an earlier checkpoint"
+    return Damage(kind, message, True, subject.part, view.param.name, slot, rows[0], mends=mends)
