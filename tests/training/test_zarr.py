@@ -1,6 +1,8 @@
 """Saving zarr from ranks: one writer a shard, what travels counted, the same files as by ``write``; loading them."""
 
 import itertools
+import queue
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import zero1ckpt
 from tests.engine.harness import run_ranks
 from tests.training.scenario import make, same_weights, train, weights
 from tests.training.test_bytes import Disk, Wire, bytes_of, large
-from zero1ckpt.core.errors import OutputError, Zero1CkptError
+from zero1ckpt.core.errors import CorruptError, LostRankError, OutputError, Zero1CkptError
 from zero1ckpt.encodings.zarr_array.shards import ShardFile
 from zero1ckpt.model.catalog import Catalog, Extents, TablePlacement
 from zero1ckpt.model.state import ParamSpec, PartState, SlotSpec
@@ -163,9 +165,9 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(work):
 # ----------------------------------------------------------------------------------------------------------- who owns
 
 
-def source(held):
-    """One param of 12 bytes; ``held``: the slices that each rank has."""
-    state = PartState((ParamSpec("w", (12,)),), (SlotSpec("exp_avg", "uint8"),))
+def source(held, numel=12):
+    """One param of so many bytes; ``held``: the slices that each rank has."""
+    state = PartState((ParamSpec("w", (numel,)),), (SlotSpec("exp_avg", "uint8"),))
     rows = []
     payloads = []
     for rank, slices in enumerate(held):
@@ -197,3 +199,93 @@ def test_the_owner_holds_most_and_of_several_is_the_first(work):
     reports = gather_part(one, Area(work), Alone())
     assert [file.path for report in reports for file in report.files] == [f"w/exp_avg/c/{i}" for i in range(3)]
     assert [(work / f"w/exp_avg/c/{i}").read_bytes()[-4:] for i in range(3)] == [data[i : i + 4] for i in (0, 4, 8)]
+
+
+class Threads:
+    """Peers that are threads. Each wait ends after 10 s, with an error of the queue."""
+
+    def __init__(self, rank, boxes):
+        self.rank, self.size, self.boxes = rank, len(boxes), boxes
+
+    def _send(self, to, what):
+        self.boxes[to][self.rank].put(what)
+
+    def _take(self, origin):
+        return self.boxes[self.rank][origin].get(timeout=10)
+
+    def greet(self, to, origin, culprit):
+        for other in (to, origin):
+            if other >= 0:
+                self._send(other, culprit)
+        return tuple(self._take(other) if other >= 0 else -1 for other in (to, origin))
+
+    def swap(self, to, out, origin, into):
+        if out.nbytes:
+            self._send(to, bytes(out))
+        if into.nbytes:
+            into[:] = self._take(origin)
+
+    def lost(self, rank):
+        return LostRankError(f"rank {rank} has failed")
+
+
+class Unreadable(MemoryBlobs):
+    def read_run(self, blob, at, buffers):
+        raise CorruptError("a bad sector", file=self.label(blob))
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_a_rank_that_fails_in_a_round_is_named_by_those_that_wait_for_it(work, bad):
+    """Each rank holds a part of each of 9 shards; a rank fails when it first reads what another is to get."""
+    held = [[(at, at + 1) for at in range(rank, 27, 3)] for rank in range(3)]
+    src = source(held, numel=27)
+    plugin = find_format("fully_reshardable", "zarr")
+    dst = plugin.plan(src.state, None, "", "", plugin.normalize(zero1ckpt.FormatOptions(3, 3)))
+    boxes = [[queue.Queue() for _ in range(3)] for _ in range(3)]
+
+    def run(rank):
+        data = bytes(at for start, end in held[rank] for at in range(start, end))
+        kind = Unreadable if rank == bad else MemoryBlobs
+        blobs = kind({r: [memoryview(data if r == rank else b"")] for r in range(3)})
+        part = PartCopy(src, blobs, dst, plugin, correspond(src.state, src.state))
+        try:
+            return gather_part(part, Area(work), Threads(rank, boxes))
+        except Zero1CkptError as error:
+            return error
+
+    with ThreadPoolExecutor(3) as pool:
+        told = list(pool.map(run, range(3)))
+    assert all(box.empty() for row in boxes for box in row), "all that was sent was taken"
+    if bad is None:
+        found = b"".join((work / f"w/exp_avg/c/{i}").read_bytes()[-3:] for i in range(9))
+        assert found == bytes(range(27)) and sum(map(len, told)) == 9
+        return
+    assert isinstance(told.pop(bad), CorruptError)
+    for error in told:
+        assert isinstance(error, LostRankError) and f"rank {bad} has failed" in str(error)
+
+
+def fail_to_read(rank, dp, work):
+    from zero1ckpt.resharding import gathering
+
+    model, optimizer = make()
+    train(model, optimizer, 1, 0, rank, dp)
+    read = gathering.read_moves
+    if rank == 1:
+        gathering.read_moves = lambda *args: (_ for _ in ()).throw(MemoryError("no memory"))
+    told = ""
+    try:
+        optimizer.save(f"{work}/saved", options=SMALL, **ZARR)
+    except (Zero1CkptError, MemoryError) as error:
+        told = str(error)
+    gathering.read_moves = read
+    optimizer.save(f"{work}/saved", options=SMALL, **ZARR)
+    return told
+
+
+@pytest.mark.dist
+def test_a_rank_that_fails_in_a_round_ends_the_save_on_all(work):
+    for rank, told in enumerate(run_ranks(3, fail_to_read, 3, str(work))):
+        assert "no memory" in told and ("rank 1" in told or rank == 1)
+    assert zero1ckpt.verify(work / "saved", deep=True)
+    assert sorted(p.name for p in work.iterdir()) == ["saved"]

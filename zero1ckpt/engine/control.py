@@ -1,8 +1,8 @@
 """The control plane: small Python objects between the CPUs of one data-parallel group.
 
-Used at construction, saving and loading, never for tensor bytes. It goes over the data group itself where that has a
-gloo backend for CPU tensors, else over a gloo group of the same ranks. Every call starts with a barrier that names the
-ranks that did not come in time.
+Used at construction, saving and loading; tensor bytes go over it only in ``exchange``. It goes over the data group
+itself where that has a gloo backend for CPU tensors, else over a gloo group of the same ranks. Every call of all ranks
+starts with a barrier that names the ranks that did not come in time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ..core.digest import crc64
-from ..core.errors import UsageError, Zero1CkptError
+from ..core.errors import LostRankError, UsageError, Zero1CkptError
 from .waiting import Arrivals, group_timeout
 
 __all__ = ["ControlPlane"]
 
 TIMEOUT = timedelta(minutes=10)
+Message = tuple[int, torch.Tensor, int]
+"""The rank at the other end, a tensor of the CPU, and a tag."""
 
 
 class ControlPlane:
@@ -140,6 +142,34 @@ class ControlPlane:
             return [bool(flag) for flag in tensor.tolist()]
 
         return wait
+
+    def exchange(self, sends: Sequence[Message], takes: Sequence[Message], what: str) -> None:
+        """Point to point, all at once: sends tensors, and fills others with what ranks send under the same tag.
+
+        Raises ``LostRankError`` that names a rank whose part has not come within ``timeout``.
+        """
+        if self._group is None:
+            return
+        works = []
+        for post, messages in ((dist.isend, sends), (dist.irecv, takes)):
+            for rank, data, tag in messages:
+                with self._lost(what, rank):
+                    works.append((rank, post(data, dist.get_global_rank(self._group, rank), self._group, tag)))
+        for rank, work in works:
+            with self._lost(what, rank):
+                if work is not None:
+                    work.wait(self.timeout)
+
+    @contextmanager
+    def _lost(self, what: str, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostRankError(
+                f"{what}: rank {rank} does not answer (limit {self.timeout.total_seconds():g} s)",
+                found=_first_line(error),
+                hint="a rank failed or is too slow",
+            ) from error
 
     @property
     def _root(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..api.commit import encode_manifest_of, part_manifest, write_derived
 from ..api.stored import part_prefix
-from ..core.errors import UsageError, Zero1CkptError
+from ..core.errors import LostRankError, UsageError, Zero1CkptError
 from ..core.layout import Layout, LayoutRules, layout_params
 from ..model.catalog import Catalog
 from ..model.manifest import FileEntry, PartManifest, RankExtra
@@ -64,10 +64,13 @@ def make_shared_blobs(request: SaveRequest, area: Area, headers: Sequence[Mappin
 
 
 def merge_reports(request: SaveRequest, area: Area, reports: Sequence[RankReport]) -> bytes:
-    """The manifest from all ranks' reports, shared blobs completed; raises the first error that one of them holds."""
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise type(report.error)(f"rank {rank}: {report.error}" if rank else str(report.error))
+    """The manifest from all ranks' reports, shared blobs completed; raises the first error that one of them holds.
+
+    That another rank has failed is raised only where that one has not told its own error.
+    """
+    errors = [(rank, report.error) for rank, report in enumerate(reports) if report.error is not None]
+    for rank, error in sorted(errors, key=lambda row: isinstance(row[1], LostRankError)):
+        raise type(error)(f"rank {rank}: {error}" if rank else str(error))
     _check_extra(request, reports)
     names = list(dict.fromkeys(part for report in reports for part in report.parts))
     parts: list[PartManifest] = []

@@ -13,9 +13,8 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
-import torch.distributed as dist
 
-from ..core.errors import UsageError
+from ..core.errors import LostRankError, UsageError
 from ..core.layout import Layout, layout_params
 from ..engine.control import ControlPlane
 from ..engine.grad_scaler import Scaler
@@ -118,30 +117,41 @@ def peers_of(optimizer: Saved) -> Sequence[int]:
     return optimizer.peers if isinstance(optimizer, PartView) else range(optimizer.dp_size)
 
 
+_DATA, _SENDER, _TAKER = 0, 1, 2
+"""Tags: bytes, what who sends them has said before, and what who takes them has."""
+_WHAT = "the exchange of a save"
+
+
 class Peers:
     """The ranks of one part, which send each other pieces of blobs over the control plane's group.
 
-    ``ranks``: their ranks in that group.
+    ``ranks``: their ranks in that group. A rank that does not come within the group's timeout is named.
     """
 
     def __init__(self, control: ControlPlane, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.size, self._ranks = rank, len(ranks), ranks
         self.sent = 0
-        self._group = control._group  # of gloo, whatever the tensors' own is
+        self._control = control
 
     def swap(self, to: int, out: memoryview, origin: int, into: memoryview) -> None:
-        assert self._group is not None
-        works = []
-        if out.nbytes:
-            data = torch.frombuffer(out, dtype=torch.uint8)
-            works.append(dist.isend(data, dist.get_global_rank(self._group, self._ranks[to]), self._group))
-            self.sent += out.nbytes
-        if into.nbytes:
-            data = torch.frombuffer(into, dtype=torch.uint8)
-            works.append(dist.irecv(data, dist.get_global_rank(self._group, self._ranks[origin]), self._group))
-        for work in works:
-            if work is not None:
-                work.wait()
+        sends = [(self._ranks[to], torch.frombuffer(out, dtype=torch.uint8), _DATA)] if out.nbytes else []
+        takes = [(self._ranks[origin], torch.frombuffer(into, dtype=torch.uint8), _DATA)] if into.nbytes else []
+        self._control.exchange(sends, takes, _WHAT)
+        self.sent += out.nbytes
+
+    def greet(self, to: int, origin: int, culprit: int) -> tuple[int, int]:
+        own = torch.tensor([culprit])
+        heard = [torch.tensor([-1]), torch.tensor([-1])]
+        sends, takes = [], []
+        for other, told, say, hear in ((to, heard[0], _SENDER, _TAKER), (origin, heard[1], _TAKER, _SENDER)):
+            if other >= 0:
+                sends.append((self._ranks[other], own, say))
+                takes.append((self._ranks[other], told, hear))
+        self._control.exchange(sends, takes, _WHAT)
+        return int(heard[0]), int(heard[1])
+
+    def lost(self, rank: int) -> LostRankError:
+        return LostRankError(f"{_WHAT}: rank {self._ranks[rank]} has failed", hint="see the error of that rank")
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

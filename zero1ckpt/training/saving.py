@@ -30,7 +30,7 @@ from ..api.commit import (
 from ..api.stored import MODEL_FILE, part_prefix, rank_extra_file
 from ..api.writing import canonical_slots
 from ..core.digest import crc64, format_digest, tensor_digest
-from ..core.errors import UsageError, Zero1CkptError
+from ..core.errors import LostRankError, UsageError, Zero1CkptError
 from ..encodings.tensor_file import TensorData, write_tensor_file
 from ..engine.control import ControlPlane
 from ..engine.shard_blobs import ShardBlobs
@@ -247,7 +247,7 @@ def _save(request: SaveRequest, control: ControlPlane) -> int:
             sent: int = _agreed(control, None, "the end of a save")
             return sent
         except Zero1CkptError:
-            if raised is not None:
+            if raised is not None and not isinstance(raised, LostRankError):  # rank 0 tells whose error that was
                 raise raised from None
             raise
     staging, absent = _open_staging(request, control, headers)
@@ -256,7 +256,7 @@ def _save(request: SaveRequest, control: ControlPlane) -> int:
         reports = control.gather(report, "the reports of a save")  # where this raises, there is no one to tell
         assert reports is not None
         try:
-            if raised is not None:
+            if raised is not None and not isinstance(raised, LostRankError):
                 raise raised
             staging.publish(MANIFEST_NAME, merge_reports(request, staging, reports))
             after_commit(request)
