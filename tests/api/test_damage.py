@@ -15,6 +15,7 @@ import zero1ckpt
 from tests.faults import calls, count_calls
 from tests.strategies import flip, small_state, tree
 from zero1ckpt.api import verify
+from zero1ckpt.api.stored import describe
 from zero1ckpt.core.digest import crc64, format_digest
 from zero1ckpt.model.manifest import decode_manifest, encode_manifest
 
@@ -71,6 +72,37 @@ def test_truncated(work, src, name, keep):
     assert [f.kind for f in answer.findings if f.file == name] == ["truncated_file"]
     with pytest.raises(zero1ckpt.Zero1CkptError):
         zero1ckpt.open(src)
+
+
+@pytest.mark.parametrize("way", ["absolute", "relative", "folder", "manifest's"])
+@pytest.mark.parametrize("check_files", [True, False])
+def test_a_listed_file_that_is_a_link_out_of_the_folder(work, src, way, check_files):
+    """Its content is right, or anything: what lies elsewhere is not the checkpoint's."""
+    if way == "folder":
+        write(work / "zarr", format="fully_reshardable", container="zarr", dp_size=1, bucket_size=None)
+        (src, name) = work / "zarr", next(p.name for p in (work / "zarr").iterdir() if p.is_dir())
+    else:
+        name = "manifest.json" if way == "manifest's" else RANK
+    (src / name).rename(work / "elsewhere")
+    (src / name).symlink_to(work / "elsewhere" if way == "absolute" else "../elsewhere")
+    if way == "manifest's":  # which is not listed, and copied nowhere
+        assert verify(src, deep=True)
+        return
+    refused(work, 4, name, "leads out of", "elsewhere", call=lambda work: describe(src, check_files=check_files))
+    refused(work, 4, name, "leads out of", call=lambda work: verify(src))
+    refused(work, 4, name, "leads out of", call=lambda work: zero1ckpt.open(src))
+    refused(work, 4, name, "leads out of", call=lambda work: zero1ckpt.reshard(src, work / "dst", to_dp=1))
+
+
+def test_links_inside_a_checkpoint_and_to_one_are_fine(work, src):
+    (work / "elsewhere").mkdir()
+    (work / "elsewhere" / "link").symlink_to("../src")
+    (src / RANK).rename(src / "kept")
+    (src / RANK).symlink_to("kept")
+    linked = work / "elsewhere" / "link"
+    assert verify(linked, deep=True) and zero1ckpt.open(linked).extra["t"].tolist() == list(range(9))
+    zero1ckpt.reshard(linked, work / "dst", to_dp=2)
+    assert verify(work / "dst", against=src)
 
 
 def test_longer(work, src):

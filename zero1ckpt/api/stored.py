@@ -155,6 +155,7 @@ def describe(
         catalogs = {part.name: _catalog(plugin, part, options) for part in manifest.parts}
         stored = Stored(folder, store, manifest, read.digest, plugin, catalogs)
         _check_listing(stored)
+        store.check_inside(stored.files)
     except Zero1CkptError as error:
         if error.file:
             raise

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,6 +54,27 @@ class LocalStore:
             ) from None
         except OSError as error:
             raise MissingError(f"cannot be opened: {error.strerror}", file=path) from error
+
+    def check_inside(self, keys: Iterable[str]) -> None:
+        """Raises ``CorruptError`` for the first of ``keys`` that a link leads out of the folder; it may itself be one.
+
+        Whoever forges a checkpoint could name any file of the reader's so, and have it copied.
+        """
+        home = ""
+        for place in dict.fromkeys(step for key in keys for step in _steps(key)):
+            path = f"{self.root}/{place}"
+            if not os.path.islink(path):
+                continue
+            home = home or os.path.realpath(self.root)
+            target = os.path.realpath(path)
+            if os.path.commonpath([home, target]) != home:
+                raise CorruptError(
+                    "a link that leads out of the checkpoint",
+                    file=path,
+                    found=target,
+                    expected=f"a place in {home}",
+                    hint="put the file itself there, if you trust it",
+                )
 
     def read(self, key: str) -> bytes:
         """The whole file."""
@@ -124,6 +145,15 @@ class LocalStore:
             return os.open(self.root / key, _OPEN_READ)
         except OSError as error:
             raise MissingError(f"cannot be opened: {error.strerror}", file=self.label(key)) from error
+
+
+def _steps(key: str) -> Iterator[str]:
+    """A key and the folders on its way: ``a``, ``a/b``, ``a/b/c``."""
+    at = key.find("/")
+    while at >= 0:
+        yield key[:at]
+        at = key.find("/", at + 1)
+    yield key
 
 
 class _Handle:
