@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
@@ -127,7 +128,7 @@ def read_part(
     dp = dp_size_of(entries, raw)
     if content:
         found = [row for buffer in raw.buffers for row in _name_buffer(buffer, source, found_units, weights, dp, True)]
-        return _assemble(entries, raw, name, format, found_units, found, options)
+        return _assemble(entries, raw, name, format, found_units, _once(found), options)
     likely = _likely_units(found_units, options)
     found = []
     for buffer in raw.buffers:
@@ -142,6 +143,17 @@ def read_part(
     part = _assemble(entries, raw, name, format, likely, found, options)
     evidence = replace(part.evidence, by="sizes and order")
     return replace(part, local_params=tuple(replace(local, boxes=()) for local in part.local_params), evidence=evidence)
+
+
+def _once(found: Sequence[_Found]) -> list[_Found]:
+    """Without names that two buffers were given, but for where content alone says so."""
+    count = Counter((row.unit, row.is_sure) for row in found)
+    return [
+        row
+        if row.unit is None or (count[row.unit, row.is_sure] == 1 and (row.is_sure or not count[row.unit, True]))
+        else replace(row, unit=None, ambiguous=True)
+        for row in found
+    ]
 
 
 def _likely_units(all_units: Sequence[Unit], options: PartOptions) -> UnitTable:

@@ -25,6 +25,7 @@ from .bucket_space import PartOptions, part_name, read_part
 from .common import Args, Common
 from .content import Content
 from .entries import ChunkSource, Entries, Place, unwrapped
+from .frozen import with_lookalikes
 from .gathered_layout import PlacedParam, buckets_by_rule
 from .model import Buffer, Evidence, LocalParam, MegatronCheckpoint, MegatronPart
 from .model_space import model_keys
@@ -58,6 +59,8 @@ def read_gathered(entries: Entries, common: Common, options: Options, *, content
         told, said = options(raw)
         notices += [f"{name}: {line}" if name else line for line in said]
         parts[name] = _Finder(entries, one, name, found_units, weights, told, common.args, content).part()
+    if content:
+        parts = with_lookalikes(parts, found_units, weights)
     steps = sorted({part.catalog.state.step for part in parts.values()})
     if len(steps) > 1:
         notices.append(f"parts are at different steps: {', '.join(map(str, steps))}")

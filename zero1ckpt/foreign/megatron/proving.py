@@ -47,10 +47,30 @@ def _prove_part(
         proved += local.numel - wrong
         if wrong:
             bad[params[local.param].name] = None
+    if bad and part.layout is None:  # state that was shifted equals weights that are all the same
+        bad.update(dict.fromkeys(_uniform(part, weights)))
     old = part.evidence
     unproved = tuple(dict.fromkeys([*bad, *old.unknown]))
     evidence = Evidence(old.by, old.elements, proved, old.ambiguous, unproved, old.unknown)
     return replace(part, evidence=evidence)
+
+
+def _uniform(part: MegatronPart, weights: Weights) -> Iterator[str]:
+    """Params whose weights are all one value: their main params say nothing of where their state lies."""
+    for local in part.local_params:
+        if not _has_weight(local, weights) or _is_uniform(local, weights):
+            yield part.catalog.state.params[local.param].name
+
+
+def _is_uniform(local: LocalParam, weights: Weights) -> bool:
+    item = weights.entries.tensors[local.boxes[0].key].itemsize
+    first = bytes(weights.read(local.boxes, 0, 1))
+    for at in range(0, local.numel, _WINDOW):
+        size = min(_WINDOW, local.numel - at)
+        values = np.frombuffer(weights.read(local.boxes, at, size), f"V{item}")
+        if (values != np.frombuffer(first, f"V{item}")[0]).any():
+            return False
+    return True
 
 
 def _has_weight(local: LocalParam, weights: Weights) -> bool:

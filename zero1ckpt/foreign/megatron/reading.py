@@ -15,6 +15,7 @@ from .bucket_space import Memo, PartOptions, part_name, read_part
 from .common import Common, chained_values, read_common
 from .entries import Entries
 from .folders import container_of
+from .frozen import with_lookalikes
 from .groups import GroupSet, archive_numbers, assign_groups, read_groups, read_loss_scale
 from .layout_file import LayoutFile, read_layout
 from .model import MegatronCheckpoint, MegatronPart
@@ -202,6 +203,8 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
     for line, names in of_parts.items():
         more = f" and {len(names) - 1} more parts" if len(names) > 1 else ""
         notices.append(f"{names[0]}{more}: {line}" if names[0] else line)
+    if content and layout is None:
+        parts = with_lookalikes(parts, found_units, weights)
     notices += _unknown(parts)
     return MegatronCheckpoint(
         entries, format, entries.container, max(steps), common.iteration, parts, keys, tuple(dict.fromkeys(notices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -56,7 +56,33 @@ def units(entries: Entries, keys: Sequence[str], num_layers: int | None = None) 
     """All units of the model's tensors, in the order of ``keys``. Pure."""
     tensors = {key: entries.tensors[key] for key in keys}
     stacked = stacked_keys(tensors, num_layers)
-    return tuple(unit for key, tensor in tensors.items() for unit in _of_key(tensor, key in stacked))
+    return tuple(
+        unit
+        for key, tensor in tensors.items()
+        for unit in _of_key(tensor, key in stacked, _gate_of(key, tensors, key in stacked))
+    )
+
+
+def _gate_of(key: str, tensors: Mapping[str, StoredTensor], stacked: bool) -> bool | None:
+    """Whether the first linear layer of an MLP is a fused gate: tensor parallelism cuts the second one's inputs once a
+    rank, and a fused gate twice. None where the cuts do not tell.
+    """
+    head, _, tail = key.rpartition("linear_fc1.")
+    second = tensors.get(f"{head}linear_fc2.weight")
+    if not tail or second is None:
+        return None
+    first = tensors[key]
+    axis = -2 if tail == "weight" else -1
+    if len(second.shape) < 2 or len(first.shape) < -axis + stacked:
+        return None
+    rows, columns = _starts(first, axis), _starts(second, -1)
+    if len(rows) == len(columns):
+        return False
+    return True if len(rows) == 2 * len(columns) else None
+
+
+def _starts(tensor: StoredTensor, axis: int) -> set[int]:
+    return set(tensor.offsets[:, axis].tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +95,16 @@ class _Cell:
     expert: int | None
 
 
-def _of_key(tensor: StoredTensor, stacked: bool) -> Iterator[Unit]:
+def _of_key(tensor: StoredTensor, stacked: bool, gate: bool | None) -> Iterator[Unit]:
+    """``gate``: whether two halves are one param, None where it is not known."""
     expert = bool(_EXPERT.search(tensor.key))
     groups: dict[tuple[int | None, int | None], list[_Cell]] = {}
     for cell in _cells(tensor, stacked, expert):
         groups.setdefault((cell.layer, cell.expert), []).append(cell)
     for cells in groups.values():
-        for pieces in [*((cell,) for cell in cells), *_halves(tensor, cells)]:
+        pairs = [] if gate is False else list(_halves(tensor, cells))
+        singles = [] if gate and len(pairs) * 2 == len(cells) else [(cell,) for cell in cells]
+        for pieces in [*singles, *pairs]:
             yield _unit(tensor, pieces, expert)
 
 
