@@ -10,11 +10,11 @@ from .formats.fully_reshardable import FullyReshardable
 from .formats.fully_reshardable_torch_dist import FullyReshardableTorchDist
 from .formats.fully_reshardable_zarr import FullyReshardableZarr
 from .formats.fully_sharded_model_space import FullyShardedModelSpace
-from .model.protocols import Format
+from .model.protocols import NativeFormat
 
 __all__ = ["DEFAULT_FORMAT", "FORMATS", "find_format"]
 
-_PLUGINS: tuple[Format, ...] = (
+_PLUGINS: tuple[NativeFormat, ...] = (
     BucketShards(),
     FullyReshardable(),
     FullyReshardableTorchDist(),
@@ -22,12 +22,12 @@ _PLUGINS: tuple[Format, ...] = (
     FullyShardedModelSpace(),
 )
 
-FORMATS: dict[tuple[str, str], Format] = {(plugin.name, plugin.container): plugin for plugin in _PLUGINS}
+FORMATS: dict[tuple[str, str], NativeFormat] = {(plugin.name, plugin.container): plugin for plugin in _PLUGINS}
 """Plug-ins by format and container; a format's first container is its default."""
 DEFAULT_FORMAT = "bucket_shards"
 
 
-def find_format(name: str, container: str | None = None) -> Format:
+def find_format(name: str, container: str | None = None) -> NativeFormat:
     """The plug-in of a format in a container, by default the format's first.
 
     Raises ``UnsupportedError`` with the nearest name for an unknown one, or for a pair that does not exist.

@@ -18,6 +18,7 @@ from zero1ckpt.api import verify
 from zero1ckpt.api.stored import describe
 from zero1ckpt.core.digest import crc64, format_digest
 from zero1ckpt.model.manifest import decode_manifest, encode_manifest
+from zero1ckpt.storage.local import LocalStore
 
 SHAPES = ((40, 3), (64,), (0,), (), (31,), (300,))
 STATE = small_state(1, SHAPES)
@@ -191,6 +192,33 @@ def test_forged_manifest_of_impossible_sizes(work, src, place, value):
     (src / "manifest.json").write_bytes(body + b'"manifest_digest": "' + digest + b'"\n}\n')
     refused(work, 4, "manifest.json")
     refused(work, 4, "manifest.json", call=lambda work: verify(work / "src"))
+
+
+KINDS = [
+    ("bucket_shards", "safetensors"),
+    ("fully_sharded_model_space", "safetensors"),
+    ("fully_reshardable", "safetensors"),
+    ("fully_reshardable", "zarr"),
+    ("fully_reshardable", "torch_dist"),
+]
+
+
+@pytest.mark.parametrize(("format", "container"), KINDS)
+@pytest.mark.parametrize("shape", [[10**9, 3], [4000, 3], [10**9, 10**4]])
+def test_a_forged_shape_is_refused_from_the_listed_sizes(work, format, container, shape, monkeypatch):
+    """Nothing is read but the manifest, and nothing made of the size."""
+    write(work / "src", format=format, container=container)
+    path = work / "src" / "manifest.json"
+    manifest = decode_manifest(path.read_bytes(), "m").manifest
+    part = manifest.parts[0]
+    params = [structs.replace(part.params[0], shape=shape), *part.params[1:]]
+    path.write_bytes(encode_manifest(structs.replace(manifest, parts=[structs.replace(part, params=params)])))
+    read = []
+    real = LocalStore.readv_into
+    monkeypatch.setattr(LocalStore, "readv_into", lambda self, key, *rest: (read.append(key), real(self, key, *rest)))
+    for call in (lambda work: zero1ckpt.open(work / "src"), lambda work: verify(work / "src"), reshard):
+        refused(work, 4, "manifest.json", call=call)
+    assert set(read) == {"manifest.json"}
 
 
 @pytest.mark.parametrize("length", [250, 300, 5000])

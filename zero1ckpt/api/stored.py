@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from ..core.layout import layout_params
 from ..foreign.megatron.folders import TRACKER, is_iteration, iteration_folders
 from ..model.catalog import Catalog
 from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, Manifest, PartManifest, decode_manifest
-from ..model.protocols import Format, Source
+from ..model.protocols import Format, NativeFormat, Source
 from ..registry import find_format
 from ..storage.local import LocalStore
 from ..storage.staging import find_leftovers
@@ -154,7 +153,7 @@ def describe(
         options = _options(plugin, manifest.options)
         catalogs = {part.name: _catalog(plugin, part, options) for part in manifest.parts}
         stored = Stored(folder, store, manifest, read.digest, plugin, catalogs)
-        _check_listing(stored)
+        _check_listing(stored, plugin)
         store.check_inside(stored.files)
     except Zero1CkptError as error:
         if error.file:
@@ -205,21 +204,34 @@ def _catalog(plugin: Format, part: PartManifest, options: FormatOptions) -> Cata
     )
 
 
-def _check_listing(stored: Stored) -> None:
-    """Every file that the layout says must be listed."""
-    blobs = (
-        key
-        for catalog in stored.catalogs.values()
-        for blob in range(catalog.placement.blob_count)  # a forged dp size says any number: up to the first that lacks
-        for key in stored.format.blob_files(catalog, blob)
-    )
-    for key in chain(blobs, stored.derived()):
+def _check_listing(stored: Stored, format: NativeFormat) -> None:
+    """Every file that the layout says must be listed, and large enough: before anything is made of a forged shape."""
+    for catalog in stored.catalogs.values():
+        for blob in range(catalog.placement.blob_count):  # a forged dp size says any number: up to the first that lacks
+            keys = format.blob_files(catalog, blob)
+            _check_listed(stored, keys)
+            _check_size(stored, keys[0], format.least_nbytes(catalog, blob))
+    _check_listed(stored, stored.derived())
+
+
+def _check_listed(stored: Stored, keys: Iterable[str]) -> None:
+    for key in keys:
         if key not in stored.files:
             raise CorruptError(
                 "the manifest does not list a file that its layout needs",
                 file=stored.path / MANIFEST_NAME,
                 expected=key,
             )
+
+
+def _check_size(stored: Stored, key: str, least: int) -> None:
+    if stored.files[key].bytes < least:
+        raise CorruptError(
+            f"the manifest states shapes that file {key} is too small for",
+            file=stored.path / MANIFEST_NAME,
+            found=f"{stored.files[key].bytes} bytes",
+            expected=f"at least {least} bytes",
+        )
 
 
 def resolve(path: Path) -> Path:

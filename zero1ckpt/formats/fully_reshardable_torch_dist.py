@@ -141,6 +141,9 @@ class FullyReshardableTorchDist:
         key = catalog.placement.blob_key(blob)
         return [key, sidecar_key(key)]
 
+    def least_nbytes(self, catalog: Catalog, blob: int) -> int:
+        return catalog.placement.payload_nbytes(blob)
+
     def cuts(self, catalog: Catalog, blob: int) -> IntColumn:
         placement = catalog.placement
         return piece_cuts(placement.extents(blob), placement.payload_nbytes(blob), PIECE_BYTES)

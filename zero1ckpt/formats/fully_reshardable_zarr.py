@@ -251,6 +251,10 @@ class FullyReshardableZarr:
     def blob_files(self, catalog: Catalog, blob: int) -> Sequence[str]:
         return [catalog.placement.blob_key(blob)]
 
+    def least_nbytes(self, catalog: Catalog, blob: int) -> int:
+        shard = _placement(catalog).shard(blob)
+        return shard.header_nbytes(0) + (0 if shard.array.compression else shard.payload_nbytes)
+
     def cuts(self, catalog: Catalog, blob: int) -> IntColumn:
         """Pieces end with chunks too: what is read of a chunk can be proved."""
         placement, shard = catalog.placement, _placement(catalog).shard(blob)

@@ -22,6 +22,9 @@ from .payload_format import PayloadFormat
 
 __all__ = ["FullyShardedModelSpace", "SlicePlacement"]
 
+_SAMPLE = 16
+"""Ranks whose sizes are looked at when a checkpoint is opened."""
+
 
 @dataclass(frozen=True)
 class SlicePlacement:
@@ -143,6 +146,11 @@ class FullyShardedModelSpace(PayloadFormat):
     def plan(self, state: PartState, layout: Layout | None, part: str, prefix: str, options: FormatOptions) -> Catalog:
         assert layout is not None
         return Catalog(self.name, self.container, part, state, layout, SlicePlacement(state, layout, prefix))
+
+    def least_nbytes(self, catalog: Catalog, blob: int) -> int:
+        """Of a few ranks spread over all: to plan one takes a millisecond, and a larger shape makes all larger."""
+        step = -(-catalog.placement.blob_count // _SAMPLE)
+        return 0 if blob % step else catalog.placement.payload_nbytes(blob)
 
     def tensors(self, catalog: Catalog, blob: int) -> tuple[TensorEntry, ...]:
         assert isinstance(catalog.placement, SlicePlacement)

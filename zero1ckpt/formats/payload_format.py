@@ -46,6 +46,9 @@ class PayloadFormat(ABC):
     def blob_files(self, catalog: Catalog, blob: int) -> Sequence[str]:
         return [catalog.placement.blob_key(blob)]
 
+    def least_nbytes(self, catalog: Catalog, blob: int) -> int:
+        return catalog.placement.payload_nbytes(blob)
+
     def cuts(self, catalog: Catalog, blob: int) -> IntColumn:
         placement = catalog.placement
         return piece_cuts(placement.extents(blob), placement.payload_nbytes(blob), PIECE_BYTES)

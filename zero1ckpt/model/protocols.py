@@ -12,7 +12,7 @@ from .catalog import Catalog
 from .manifest import FileEntry, FormatOptions
 from .state import PartState
 
-__all__ = ["Area", "BlobWriter", "Format", "Progress", "Sink", "Source", "Store"]
+__all__ = ["Area", "BlobWriter", "Format", "NativeFormat", "Progress", "Sink", "Source", "Store"]
 
 
 class Store(Protocol):
@@ -148,3 +148,10 @@ class Format(Protocol):
 
     def derived(self, catalog: Catalog) -> list[tuple[str, bytes]]:
         """Files that follow from the catalog alone, such as an index: path and bytes. Pure."""
+
+
+class NativeFormat(Format, Protocol):
+    """A format of this package's own, whose files a manifest lists."""
+
+    def least_nbytes(self, catalog: Catalog, blob: int) -> int:
+        """The fewest bytes that a blob's first file can have, as far as that is quickly known. Pure."""
