@@ -371,6 +371,28 @@ def test_finite_check(work):
     assert zero1ckpt.open(work / "dst").digest == zero1ckpt.open(work / "src").digest
 
 
+@pytest.mark.parametrize("place", ["extra", "group"])
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_value_that_refers_to_a_tensor_which_no_file_holds_is_found(work, src, place, drop):
+    """``drop``: the file of the tensors is neither there nor listed."""
+    path = src / "manifest.json"
+    manifest = decode_manifest(path.read_bytes(), "m").manifest
+    dangling = {"deep": [{"$tuple": [1, {"$tensor": "gone"}]}, {"$dtype": "float32"}]}
+    if place == "extra":
+        manifest = structs.replace(manifest, extra={**manifest.extra, **dangling})
+    else:
+        part = manifest.parts[0]
+        manifest = structs.replace(manifest, parts=[structs.replace(part, groups=[{**part.groups[0], **dangling}])])
+    if drop:
+        (src / "extra.safetensors").unlink()
+        files = [entry for entry in manifest.files if entry.path != "extra.safetensors"]
+        manifest = structs.replace(manifest, files=files)
+    path.write_bytes(encode_manifest(manifest))
+    found = [(f.kind, f.param, f.file) for f in verify(src).findings]
+    assert ("missing_tensor", "gone", "extra.safetensors") in found and len(found) == 1 + drop
+    assert sorted((f.kind, f.param, f.file) for f in verify(src, deep=True).findings) == sorted(found)
+
+
 def test_unlisted_file_is_a_notice(work, src):
     (src / "notes.txt").write_text("mine")
     answer = verify(src, deep=True)

@@ -29,6 +29,7 @@ __all__ = [
     "EXTRA_FILE",
     "MODEL_FILE",
     "POINTERS",
+    "VALUE_KEY",
     "Stored",
     "describe",
     "part_prefix",
@@ -41,6 +42,8 @@ CARRIED = "carried/"
 
 EXTRA_FILE = "extra.safetensors"
 MODEL_FILE = "model.safetensors"
+VALUE_KEY = "zero1ckpt.value"
+"""Metadata key under which a rank-bound file holds its value, as JSON."""
 _MAX_ELEMENTS = 2**52
 """Of a part: bytes of all its slots then fit into 64 bits with room to spare."""
 POINTERS = ("latest", TRACKER)

@@ -9,10 +9,11 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from ..core.digest import crc64, format_digest, shift, tensor_digest
-from ..core.errors import MissingError, Zero1CkptError
+from ..core.errors import CorruptError, MissingError, Zero1CkptError
 from ..core.ranges import IntColumn
 from ..encodings.safetensors_file import tensor_cuts
 from ..encodings.tensor_file import check_tensor_file
@@ -21,10 +22,10 @@ from ..model.manifest import MANIFEST_NAME, FileEntry, make_part, whole_digest
 from ..model.numeric import first_negative, first_nonfinite
 from ..model.protocols import Progress, Source
 from ..model.state import Scalar
-from ..model.values import decode_value
+from ..model.values import Json, decode_value
 from ..resharding.plan import window_bounds
 from .commit import window_bytes, workers_or_default
-from .stored import MODEL_FILE, Stored, describe
+from .stored import EXTRA_FILE, MODEL_FILE, VALUE_KEY, Stored, describe, rank_extra_file
 
 __all__ = ["NOT_NEGATIVE", "Finding", "Verification", "in_parallel", "verify"]
 
@@ -108,6 +109,7 @@ def verify(
     result.findings += _check_files(stored)
     result.notices += _unlisted(stored)
     broken = {finding.file for finding in result.findings}
+    result.findings += _check_references(stored, broken)
     digests: list[Finding] = []
     for catalog in stored.catalogs.values():
         digests += _check_part(stored, catalog, broken, result)
@@ -172,6 +174,46 @@ def _check_files(stored: Stored) -> list[Finding]:
             except Zero1CkptError as error:
                 findings.append(Finding("altered_file", str(error), file=entry.path))
     return findings
+
+
+def _check_references(stored: Stored, broken: set[str | None]) -> Iterator[Finding]:
+    """Every tensor that stored values refer to must be in the file beside them."""
+    shared: list[tuple[str, str, Json]] = [("", "extra", stored.manifest.extra)]
+    for part in stored.manifest.parts:
+        shared += [(part.name, f"groups[{i}]", dict(group)) for i, group in enumerate(part.groups)]
+    yield from _dangling(stored, EXTRA_FILE, shared, broken)
+    ranks = 0 if stored.manifest.rank_extra is None else stored.manifest.rank_extra.ranks
+    for rank in range(ranks):
+        key = rank_extra_file(rank, ranks)
+        if key not in stored.files:
+            yield Finding("missing_file", f"{stored.store.label(key)}: the manifest does not list it", file=key)
+            return  # a forged number says any: up to the first that lacks
+        if key not in broken:
+            text = check_tensor_file(stored.store, stored.files[key]).metadata.get(VALUE_KEY, "")
+            try:
+                yield from _dangling(stored, key, [("", "rank_extra", msgspec.json.decode(text))], broken)
+            except msgspec.DecodeError as error:
+                yield Finding("altered_file", f"{stored.store.label(key)}: it cannot be parsed: {error}", file=key)
+
+
+def _dangling(
+    stored: Stored, key: str, values: Sequence[tuple[str, str, Json]], broken: set[str | None]
+) -> Iterator[Finding]:
+    """``values``: part, place and JSON of each; ``key``: the file that their tensors lie in."""
+    if key in broken:
+        return
+    entry = stored.files.get(key)
+    there = {tensor.name for tensor in check_tensor_file(stored.store, entry).tensors} if entry else set()
+    for part, place, value in values:
+        wanted: dict[str, None] = {}
+        try:
+            decode_value(value, get_tensor=wanted.setdefault)
+        except CorruptError as error:
+            yield Finding("altered_file", f"{place}: {error}", part, file=MANIFEST_NAME)
+        for name in wanted:
+            if not name.startswith("dtype:") and name not in there:
+                message = f"{place} refers to tensor {name}, and {stored.store.label(key)} does not hold it"
+                yield Finding("missing_tensor", message, part, name, file=key)
 
 
 def _unlisted(stored: Stored) -> list[Finding]:

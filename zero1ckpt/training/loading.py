@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..api.checkpoint import Checkpoint
-from ..api.stored import Stored, describe, rank_extra_file
+from ..api.stored import VALUE_KEY, Stored, describe, rank_extra_file
 from ..api.tensors import from_bytes, torch_dtype
 from ..api.verification import verify as verify_checkpoint
 from ..api.writing import canonical_slots
@@ -33,7 +33,7 @@ from ..resharding.plan import correspond, plan_blob
 from ..resharding.prove import Prover
 from .model_tensors import check_model_tensors, restore_model_tensors
 from .parts import LoadView, check_expert_parts, load_views
-from .saving import IMAGE, VALUE_KEY, live_blobs, threads_of
+from .saving import IMAGE, live_blobs, threads_of
 from .together import on_first_rank, together
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ..api.commit import (
     window_bytes,
     write_extra,
 )
-from ..api.stored import MODEL_FILE, part_prefix, rank_extra_file
+from ..api.stored import MODEL_FILE, VALUE_KEY, part_prefix, rank_extra_file
 from ..api.writing import canonical_slots
 from ..core.digest import crc64, format_digest, tensor_digest
 from ..core.errors import LostRankError, UsageError, Zero1CkptError
@@ -55,12 +55,10 @@ from .together import as_report, together
 if TYPE_CHECKING:
     from ..engine.zero1 import Zero1Optimizer as Engine
 
-__all__ = ["IMAGE", "VALUE_KEY", "SaveRequest", "check_whole", "live_blobs", "save", "threads_of"]
+__all__ = ["IMAGE", "SaveRequest", "check_whole", "live_blobs", "save", "threads_of"]
 
 IMAGE = BucketShards()
 """A live optimizer's shards lie as a rank's payload of this format does, whatever it is saved as."""
-VALUE_KEY = "zero1ckpt.value"
-"""Metadata key under which a rank-bound file holds its value, as JSON."""
 
 
 @dataclass(frozen=True)
