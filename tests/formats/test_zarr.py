@@ -114,6 +114,7 @@ def test_names_that_zarr_or_the_folder_reserve(work):
         "manifest.json",
         "extra.safetensors",
         "__x",
+        "part-x",
         "",
         "%",
         "ü",

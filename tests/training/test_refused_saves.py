@@ -79,3 +79,63 @@ def test_a_rank_that_fails_in_one_part_takes_part_in_the_next(tmp_path):
     for kind, line in run_ranks(2, save_two_parts, str(tmp_path / "c")):
         assert kind is OutputError and "no space" in line
     assert not list(tmp_path.iterdir())
+
+
+CALLS = [
+    ("path", {"path": "other"}),
+    ("format", {"format": "fully_reshardable"}),
+    ("options", {"options": zero1ckpt.FormatOptions(shard_bytes=100)}),
+    ("overwrite", {"overwrite": True}),
+    ("keep", {"keep": 2, "latest": True}),
+    ("asynchronous", {"asynchronous": True}),
+]
+
+
+def save_differently(rank, folder):
+    optimizer = trained()
+    lines = []
+    for _, other in CALLS:
+        keywords = {"format": "fully_reshardable"} if "options" in other else {}
+        keywords |= {"path": "c"} | (other if rank else {})
+        path = f"{folder}/{keywords.pop('path')}"
+        try:
+            optimizer.save(path, **keywords)
+        except Zero1CkptError as error:
+            lines.append((type(error), str(error)))
+    optimizer.save(f"{folder}/x/../c" if rank else f"{folder}/c")
+    return lines
+
+
+@pytest.mark.dist
+def test_ranks_that_call_with_other_arguments(tmp_path):
+    for lines in run_ranks(2, save_differently, str(tmp_path)):
+        assert [kind for kind, _ in lines] == [UsageError] * len(CALLS)
+        for (name, _), (_, line) in zip(CALLS, lines, strict=True):
+            assert f"{name} differs between rank 0 and rank 1" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"c", "a\0b", "a\ud800"])
+def test_a_path_that_is_none(path):
+    with pytest.raises(UsageError, match="the path of a save"):
+        trained().save(path)
+
+
+@pytest.mark.parametrize("name", [None, 3, "a\ud800", ("a",)])
+def test_a_part_name_that_is_no_text(tmp_path, name):
+    with pytest.raises(UsageError, match="the name of a part"):
+        zero1ckpt.save(tmp_path / "c", {name: trained()})
+
+
+@pytest.mark.parametrize("format, container", FORMATS)
+def test_parts_and_params_of_like_names_do_not_meet(tmp_path, format, container):
+    """The part "" lies in the root, and part "x" in the folder part-x there."""
+    plain = torch.nn.Module()
+    plain.register_parameter("part-x", torch.nn.Parameter(torch.arange(6.0)))
+    one = zero1ckpt.Zero1Optimizer(plain, torch.optim.SGD, lr=1e-2)
+    two = trained()
+    zero1ckpt.save(tmp_path / "c", {"": one, "x": two}, format=format, container=container)
+    assert zero1ckpt.verify(tmp_path / "c", deep=True)
+    saved = zero1ckpt.open(tmp_path / "c").parts
+    assert saved[""].read("part-x", "fp32_param").tolist() == list(range(6))
+    assert saved["x"].read("weight", "fp32_param").shape == (7, 31)

@@ -118,15 +118,19 @@ class ControlPlane:
             hint="all ranks must build the same model with the same options",
         )
 
-    def raise_together(self, error: Zero1CkptError | None, what: str = "check") -> None:
-        """Raise this rank's ``error``, or the first other rank's with its rank named; return where all are None."""
+    def raise_together(self, error: Zero1CkptError | None, what: str = "check", told: Any = None) -> list[Any]:
+        """Raise this rank's ``error``, or the first other rank's with its rank named.
+
+        Where all are None, returns what the ranks have ``told``, which goes in the same message.
+        """
         report = None if error is None else (type(error), str(error))
-        reports = [report] if self._group is None else self.all_gather(report, what)
+        reports = [(report, told)] if self._group is None else self.all_gather((report, told), what)
         if error is not None:
             raise error
-        for rank, other in enumerate(reports):
+        for rank, (other, _) in enumerate(reports):
             if other is not None:
                 raise other[0](f"rank {rank}: {other[1]}")
+        return [own for _, own in reports]
 
     def begin_any_of(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         """Element by element: does any rank have True? One message without a barrier; the answer is got by a call."""

@@ -35,7 +35,8 @@ _NODE = "zarr.json"
 
 def array_path(param: str, slot: str) -> str:
     """Path of an array below the root group: the names as in the safetensors container, and none that is reserved."""
-    return "/".join(_free(part) for part in tensor_name(param, slot).split("/"))
+    path = "/".join(_free(name) for name in tensor_name(param, slot).split("/"))
+    return f"%70{path[1:]}" if path.startswith("part-") else path  # where the other parts of a checkpoint lie
 
 
 def _free(name: str) -> str:

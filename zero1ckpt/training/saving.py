@@ -39,7 +39,7 @@ from ..formats.bucket_shards import BucketShards
 from ..model.manifest import MANIFEST_NAME, FileEntry, FormatOptions, ModelTensor
 from ..model.protocols import Format
 from ..model.state import PartState, SlotSpec
-from ..model.values import Json
+from ..model.values import Json, is_text
 from ..registry import DEFAULT_FORMAT, find_format
 from ..resharding.copying import PartCopy, copy_part, push_part
 from ..resharding.gathering import gather_part
@@ -122,18 +122,26 @@ def save(
     groups = {id(g): g for g in [group, *(o.process_group for o in optimizers.values())]}
     lanes = [lane_of(g) for g in groups.values()]
 
+    given = options or FormatOptions()
+
     def read() -> SaveRequest:
         settle(lanes)
+        target = _target(path)
+        _check_part_names(optimizers)
         for optimizer in optimizers.values():
             check_whole(optimizer)
-        check_retention(Path(path).resolve(), keep, latest)
+        check_retention(target, keep, latest)
         first = control.rank == 0
-        given = options or FormatOptions()
-        request = _request(path, optimizers, format, container, given, extra, rank_extra, model, overwrite, first=first)
+        request = _request(
+            target, optimizers, format, container, given, extra, rank_extra, model, overwrite, first=first
+        )
         request = replace(request, keep=keep, latest=latest)
         return _detached(request, optimizers, first=first) if asynchronous else request
 
-    request = together(control, "arguments of save", read)
+    told = [format, container, given, overwrite, asynchronous, keep, latest]
+    names = ("format", "container", "options", "overwrite", "asynchronous", "keep", "latest")
+    same = {"path": _path_texts(path), **{name: (repr(value),) for name, value in zip(names, told, strict=True)}}
+    request = together(control, "arguments of save", read, same)
     if asynchronous:
         return _launch(request, optimizers, group, control)
     return SaveHandle(request.path, _save(request, control))
@@ -190,8 +198,33 @@ def check_whole(optimizer: Engine) -> None:
         )
 
 
+def _target(path: object) -> Path:
+    """The folder that ``path`` means. Raises ``UsageError`` for what is no path."""
+    try:
+        name: Any = os.fspath(path)  # type: ignore[call-overload]
+    except TypeError:
+        raise UsageError("the path of a save", found=repr(path)[:100], expected="text or a path") from None
+    if not isinstance(name, str) or "\0" in name or not is_text(name):
+        raise UsageError("the path of a save", found=repr(name)[:100], expected="Unicode text without a NUL")
+    return Path(name).resolve()
+
+
+def _path_texts(path: object) -> tuple[str, ...]:
+    """The path as it was given, and as it resolves: on other hosts links may lead elsewhere."""
+    try:
+        return str(path), str(_target(path))
+    except UsageError:
+        return (repr(path),)
+
+
+def _check_part_names(optimizers: Mapping[Any, Engine]) -> None:
+    for name in optimizers:
+        if not isinstance(name, str) or not is_text(name):
+            raise UsageError("the name of a part", found=repr(name)[:100], expected="Unicode text")
+
+
 def _request(
-    path: str | os.PathLike[str],
+    path: Path,
     optimizers: Mapping[str, Engine],
     format: str,
     container: str | None,
@@ -211,7 +244,7 @@ def _request(
     stored = collect_model_tensors(model, optimizers.values()) if model is not None else []
     rows = [(_model_entry(kind, data), data) for kind, data in stored] if first else []
     return SaveRequest(
-        Path(path).resolve(),
+        path,
         plugin,
         plugin.normalize(options),
         dict(optimizers),

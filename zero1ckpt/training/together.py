@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from ..core.errors import InterruptedRunError, Zero1CkptError
+from ..core.errors import InterruptedRunError, UsageError, Zero1CkptError
 from ..engine.control import ControlPlane
 
 __all__ = ["as_report", "on_first_rank", "together"]
 
 _T = TypeVar("_T")
+Facts = tuple[str, ...]
 _BEAT_SECONDS = 5.0
 """How often ranks that wait for rank 0's work hear of it; far below the control plane's timeout."""
 
@@ -24,10 +25,12 @@ def as_report(error: BaseException) -> Zero1CkptError:
     return kind(f"{type(error).__name__}: {error}")
 
 
-def together(control: ControlPlane, what: str, work: Callable[[], _T]) -> _T:
+def together(control: ControlPlane, what: str, work: Callable[[], _T], same: Mapping[str, Facts] | None = None) -> _T:
     """The result of ``work`` on this rank, once all ranks have theirs.
 
-    Raises this rank's own error as it is, or, on ranks without one, the first other rank's with its rank named.
+    ``same``: arguments that must be the same on all ranks; each as one or more texts, of which one must agree.
+    Raises this rank's own error as it is, or, on ranks without one, the first other rank's with its rank named;
+    ``UsageError`` that names the first argument that differs.
     """
     try:
         made = work()
@@ -37,8 +40,21 @@ def together(control: ControlPlane, what: str, work: Callable[[], _T]) -> _T:
         except Zero1CkptError:
             pass
         raise
-    control.raise_together(None, what)
+    _check_same(what, control.raise_together(None, what, same))
     return made
+
+
+def _check_same(what: str, told: list[Mapping[str, Facts] | None]) -> None:
+    for rank, own in enumerate(told):
+        for name, facts in (told[0] or {}).items():
+            found = (own or {}).get(name, ())
+            if not set(facts) & set(found):
+                raise UsageError(
+                    f"{what}: {name} differs between rank 0 and rank {rank}",
+                    found=found[0] if found else None,
+                    expected=facts[0],
+                    hint="all ranks must make the same call",
+                )
 
 
 def on_first_rank(control: ControlPlane, what: str, work: Callable[[], None]) -> None:
