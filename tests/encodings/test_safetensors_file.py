@@ -14,6 +14,7 @@ import zero1ckpt
 from tests.strategies import rules, same_bits, states
 from zero1ckpt.core.digest import crc64, parse_digest
 from zero1ckpt.core.errors import CorruptError, UnsupportedError, Zero1CkptError
+from zero1ckpt.encodings import safetensors_file
 from zero1ckpt.encodings.safetensors_file import TensorEntry, build_header, lay_out, read_header, tensor_cuts
 from zero1ckpt.encodings.tensor_file import check_tensor_file, copy_file, read_tensor, write_tensor_file
 from zero1ckpt.model.manifest import FileEntry
@@ -230,3 +231,16 @@ def test_nothing_is_unpickled(work):
     (work / "x").write_bytes(pickle.dumps({"a": np.ones(3)}))
     with pytest.raises(CorruptError):
         read_header(LocalStore(work), "x")
+
+
+def test_many_small_tensors_are_read_in_linear_time(tmp_path, monkeypatch):
+    """The bounds of pieces are made once a file, not once a tensor, and the header is read once a checkpoint."""
+    made = []
+    cuts = safetensors_file.tensor_cuts
+    monkeypatch.setattr(safetensors_file, "tensor_cuts", lambda *args: (made.append(1), cuts(*args))[1])
+    extra = {f"t{i}": torch.full((i % 3,), i) for i in range(300)}
+    state = {"w": {"fp32_param": torch.zeros(4)}}
+    zero1ckpt.write(tmp_path / "c", state, dp_size=1, extra=extra)
+    made.clear()
+    back = zero1ckpt.open(tmp_path / "c").extra
+    assert all(torch.equal(back[name], value) for name, value in extra.items()) and len(made) == 1

@@ -14,6 +14,7 @@ import numpy as np
 from ..core.errors import CorruptError, UsageError
 from ..core.layout import Layout
 from ..core.ranges import Range
+from ..encodings.safetensors_file import Header
 from ..encodings.tensor_file import check_tensor_file, read_tensor
 from ..model.catalog import Catalog, Extents, TablePlacement
 from ..model.state import PartState
@@ -183,14 +184,18 @@ class Checkpoint:
     def _extra_tensor(self, key: str) -> Any:
         if key.startswith("dtype:"):
             return torch_dtype(key.removeprefix("dtype:"))
+        found = self._extra_header.by_name.get(key)
+        if found is None:
+            raise CorruptError("extra state refers to a tensor that the file has not", file=EXTRA_FILE, param=key)
+        data = read_tensor(self._stored.store, EXTRA_FILE, self._extra_header, key)
+        return from_bytes(data, found.dtype, found.shape)
+
+    @cached_property
+    def _extra_header(self) -> Header:
         entry = self._stored.files.get(EXTRA_FILE)
         if entry is None:
             raise CorruptError("extra state refers to a tensor, and there is no file of them", file=self.path)
-        header = check_tensor_file(self._stored.store, entry)
-        found = next((t for t in header.tensors if t.name == key), None)
-        if found is None:
-            raise CorruptError("extra state refers to a tensor that the file has not", file=EXTRA_FILE, param=key)
-        return from_bytes(read_tensor(self._stored.store, EXTRA_FILE, header, key), found.dtype, found.shape)
+        return check_tensor_file(self._stored.store, entry)
 
 
 def _one_slice(catalog: Catalog, param: int, slot: int, asked: Range, nbytes: int) -> Catalog:

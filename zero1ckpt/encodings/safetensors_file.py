@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -46,7 +47,7 @@ class TensorEntry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Header:
     """A parsed header. ``payload`` is the file offset of the data, ``crc`` the checksum of all bytes before it.
 
@@ -63,6 +64,15 @@ class Header:
     @property
     def payload_nbytes(self) -> int:
         return self.tensors[-1].end if self.tensors else 0
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorEntry]:
+        return {entry.name: entry for entry in self.tensors}
+
+    @cached_property
+    def own_cuts(self) -> IntColumn:
+        """``tensor_cuts`` of its tensors."""
+        return tensor_cuts(self.tensors, self.piece_bytes)
 
 
 def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:

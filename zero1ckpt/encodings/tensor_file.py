@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 from ..core.digest import crc64, format_digest, shift
 from ..core.errors import CorruptError
 from ..model.catalog import PIECE_BYTES
@@ -59,27 +61,26 @@ def check_tensor_file(store: Store, entry: FileEntry) -> Header:
     label = store.label(entry.path)
     if header.piece_bytes != PIECE_BYTES:  # before bounds are made of it: a byte a piece would fill the memory
         raise CorruptError("pieces of another size", file=label, found=header.piece_bytes, expected=PIECE_BYTES)
-    return proved_header(header, tensor_cuts(header.tensors, PIECE_BYTES), entry, label)
+    return proved_header(header, header.own_cuts, entry, label)
 
 
 def read_tensor(store: Store, key: str, header: Header, name: str) -> bytearray:
     """The bytes of one tensor, proved piece by piece. Raises ``CorruptError`` that names the tensor and the bytes."""
-    entry = next((e for e in header.tensors if e.name == name), None)
+    entry = header.by_name.get(name)
     if entry is None:
         raise CorruptError("the file holds no such tensor", file=store.label(key), param=name)
     data = bytearray(entry.end - entry.begin)
     store.readv_into(key, header.payload + entry.begin, [memoryview(data)])
-    cuts = tensor_cuts(header.tensors, header.piece_bytes)
-    for piece, (low, high) in enumerate(pairwise(cuts.tolist())):
-        if entry.begin <= low < entry.end:
-            actual = crc64(memoryview(data)[low - entry.begin : high - entry.begin])
-            if actual != header.pieces[piece]:
-                raise CorruptError(
-                    f"bytes {low - entry.begin} to {high - entry.begin} of it do not match their checksum",
-                    file=store.label(key),
-                    param=name,
-                    hint="restore the file from a copy",
-                )
+    first, last = np.searchsorted(header.own_cuts, [entry.begin, entry.end]).tolist()
+    bounds = header.own_cuts[first : last + 1].tolist() if last > first else []
+    for piece, (low, high) in enumerate(pairwise(bounds), first):
+        if crc64(memoryview(data)[low - entry.begin : high - entry.begin]) != header.pieces[piece]:
+            raise CorruptError(
+                f"bytes {low - entry.begin} to {high - entry.begin} of it do not match their checksum",
+                file=store.label(key),
+                param=name,
+                hint="restore the file from a copy",
+            )
     return data
 
 

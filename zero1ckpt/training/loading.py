@@ -363,7 +363,7 @@ def _read_rank_extra(stored: Stored, rank: int, ranks: int) -> Any:
     if entry is None:
         raise MissingError("the manifest lists no rank-bound state of this rank", file=stored.path, expected=key)
     header = check_tensor_file(stored.store, entry)
-    tensors = {tensor.name: tensor for tensor in header.tensors}
+    tensors = header.by_name
 
     def get_tensor(name: str) -> torch.Tensor | torch.dtype:
         if name.startswith("dtype:"):
