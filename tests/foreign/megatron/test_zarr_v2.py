@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from zero1ckpt.core.errors import CorruptError, MissingError, UnsupportedError
 from zero1ckpt.encodings.torch_archive import object_archive
+from zero1ckpt.foreign.megatron import zarr_v2
 from zero1ckpt.foreign.megatron.entries import ChunkSource, Entries
 from zero1ckpt.foreign.megatron.zarr_v2 import open_zarr
 
@@ -150,3 +151,32 @@ def test_real_arrays_against_the_truth(corpus: Callable[..., Path]) -> None:
         tried += 1
     assert tried == 33
     assert entries.tensors["embedding.weight"].dtype == "bfloat16"
+
+
+def test_more_pieces_than_a_list_can_hold_are_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_common(tmp_path)
+    write_array(tmp_path / "w", np.zeros((1000, 3), "<f4"), (1000, 4))
+    assert len(open_zarr(tmp_path).tensors["w"].chunks) == 1000
+    monkeypatch.setattr(zarr_v2, "_MAX_PIECES", 999)
+    monkeypatch.setattr(zarr_v2, "_pieces", lambda *_: pytest.fail("pieces were made"))
+    with pytest.raises(UnsupportedError, match=r"w: .*too many pieces \(found 1000 pieces"):
+        open_zarr(tmp_path)
+
+
+def test_the_limit_is_one_of_all_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_common(tmp_path)
+    for key in "abc":
+        write_array(tmp_path / key, np.zeros((4, 3), "<f4"), (4, 4))
+    monkeypatch.setattr(zarr_v2, "_MAX_PIECES", 11)
+    with pytest.raises(UnsupportedError, match=r"c: .*\(found 12 pieces"):
+        open_zarr(tmp_path)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 11)), max_size=4))
+def test_pieces_are_counted_as_they_are_made(rows: list[tuple[int, int]]) -> None:
+    spec = zarr_v2._Spec("float32", tuple(n for n, _ in rows), tuple(c for _, c in rows), ".")
+    grid = [range(-(-n // c)) for n, c in rows]
+    made = sum(len(list(zarr_v2._runs("0", spec, index))) for index in product(*grid))
+    assert zarr_v2._piece_count(spec) == made

@@ -28,8 +28,10 @@ _ARRAY = ".zarray"
 _DTYPES = {"bfloat16": "bfloat16", "<f4": "float32", "<f2": "float16", "<f8": "float64", "<i8": "int64", "<i4": "int32"}
 _DTYPES |= {"<i2": "int16", "|i1": "int8", "|u1": "uint8", "|b1": "bool", "<u2": "uint16", "<u4": "uint32"}
 _DTYPES |= {"<u8": "uint64"}
-_MAX_RUNS = 1 << 22
-"""Pieces that the chunks of one array may fall into."""
+_MAX_CHUNKS = 1 << 22
+"""Of one array."""
+_MAX_PIECES = 1 << 20
+"""Of all arrays: ten times what a run of 100 B params has. Only chunks beyond an edge fall into several."""
 
 
 class _ArrayMetadata(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ def open_zarr(path: Path) -> Entries:
     pieces: list[_Piece] = []
     for key in _array_keys(files):
         spec = _read_spec(store, key)
+        _check_count(store, key, spec, len(pieces))
         found = list(_pieces(store, files, key, spec))
         tensors[key] = _tensor(key, spec, found, len(pieces))
         pieces += found
@@ -151,14 +154,40 @@ def _check_supported(raw: _ArrayMetadata, label: str) -> None:
         raise CorruptError("the array's separator of dimensions is unknown", file=label, found=raw.dimension_separator)
 
 
+def _check_count(store: LocalStore, key: str, spec: _Spec, before: int) -> None:
+    """Refuses what no machine should make a list of. ``before``: pieces of other arrays."""
+    label = store.label(f"{key}/{_ARRAY}")
+    if prod(-(-n // c) for n, c in zip(spec.shape, spec.chunk, strict=True)) > _MAX_CHUNKS:
+        raise CorruptError("the array has more chunks than can be", file=label)
+    count = _piece_count(spec)
+    if before + count > _MAX_PIECES:
+        raise UnsupportedError(
+            "the array's edge cuts its chunks into too many pieces",
+            file=label,
+            param=key,
+            found=f"{before + count} pieces with those of the arrays before it",
+            expected=f"at most {_MAX_PIECES}",
+            hint="write it again in chunks that divide its shape",
+        )
+
+
+def _piece_count(spec: _Spec) -> int:
+    """How many pieces ``_pieces`` makes. Pure.
+
+    The last axis on which the edge cuts a chunk decides: what lies before it falls into single rows.
+    """
+    grid = [-(-n // c) for n, c in zip(spec.shape, spec.chunk, strict=True)]
+    whole = [n // c for n, c in zip(spec.shape, spec.chunk, strict=True)]
+    cut = [axis for axis in range(len(grid)) if whole[axis] < grid[axis]]
+    return prod(whole) + sum(prod(spec.shape[:axis]) * prod(whole[axis + 1 :]) for axis in cut)
+
+
 def _pieces(store: LocalStore, files: Mapping[str, int], key: str, spec: _Spec) -> Iterator[_Piece]:
     """All pieces of an array; each chunk's file must be there, of the full size of a chunk."""
     if not prod(spec.shape):
         return
     grid = [range(-(-n // c)) for n, c in zip(spec.shape, spec.chunk, strict=True)]
     expected = prod(spec.chunk) * spec.itemsize
-    if prod(len(axis) for axis in grid) > _MAX_RUNS:
-        raise CorruptError("the array has more chunks than can be", file=store.label(f"{key}/{_ARRAY}"))
     for index in product(*grid):
         file = f"{key}/{spec.separator.join(map(str, index)) or '0'}"
         size = files.get(file)
