@@ -173,3 +173,17 @@ def test_space_is_reserved_before_a_byte_is_written(work, monkeypatch):
     file = OutputFile(work / "y", 10_000)
     assert (work / "y").stat().st_size == 10_000
     file.sync_and_close()
+
+
+def test_a_small_file_is_replaced_as_a_whole_or_not_at_all(work):
+    local.replace_file(work / "x.json", b"one")
+    local.replace_file(work / "x.json", b"two")
+    assert [p.name for p in work.iterdir()] == ["x.json"] and (work / "x.json").read_bytes() == b"two"
+
+    def fail(name, args):
+        if name == "fsync":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OutputError, match="x.json: cannot be written"), calls(fail):
+        local.replace_file(work / "x.json", b"three")
+    assert [p.name for p in work.iterdir()] == ["x.json"] and (work / "x.json").read_bytes() == b"two"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..core.errors import CorruptError, MissingError, OutputError
 
-__all__ = ["LocalStore", "OutputFile", "fsync_folder", "writing"]
+__all__ = ["LocalStore", "OutputFile", "fsync_folder", "replace_file", "writing"]
 
 _MAX_OPEN = 64
 """Descriptors kept open: a DP 4,096 checkpoint has more files than a process may open."""
@@ -242,6 +242,22 @@ def _reserve(fd: int, nbytes: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
         os.ftruncate(fd, nbytes)  # a file system without reservation finds a full disk while writing
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a small file: all of it, or what stood there stays. Raises ``OutputError``."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
 
 
 def fsync_folder(path: Path) -> None:
