@@ -84,9 +84,13 @@ class Chunks:
         def locate(chunk: int) -> Place:
             return known[chunk] if chunk >= count else self.place(chunk)
 
+        def file_of(chunk: int) -> str:
+            return known[chunk][0] if chunk >= count else self.file(chunk)
+
         sizes = np.concatenate((self.nbytes, np.array(nbytes, np.int64).reshape(-1))).astype(np.int64)
         writers = np.array([writer_of(file) for file, _ in places], np.int64).reshape(-1)
-        grown = Chunks(sizes, np.concatenate((self.writer, writers)).astype(np.int64), locate, archive=self.archive)
+        writer = np.concatenate((self.writer, writers)).astype(np.int64)
+        grown = Chunks(sizes, writer, locate, archive=self.archive, file_of=file_of)
         return grown, np.arange(count, count + len(places))
 
 
