@@ -33,7 +33,7 @@ def shown_layout(part: MegatronPart) -> Layout | None:
     layout = part.layout
     if layout is None:
         return None
-    rules = LayoutRules(layout.dp_size or 1, layout.bucket_size)
+    rules = LayoutRules(layout.dp_size or 1, layout.bucket_size, pad_for_high_nccl_busbw=layout.pad_for_high_nccl_busbw)
     buffers = tuple(_shown(part, buffer, rules) for buffer in layout.buffers)
     return Layout(rules, buffers, len(part.catalog.state.params))
 

@@ -119,6 +119,7 @@ class CarriedPart(_Entry, frozen=True):
     chained: int | None = None
     group: int = -1
     pipeline_rank: int | None = None
+    pad_for_high_nccl_busbw: bool = False
 
     @property
     def local_params(self) -> tuple[LocalParam, ...]:
@@ -128,7 +129,8 @@ class CarriedPart(_Entry, frozen=True):
     def layout(self) -> PartLayout | None:
         if self.buffers is None:
             return None
-        return PartLayout(tuple(map(_buffer, self.buffers)), self.dp_size, self.bucket_size, self.stated)
+        buffers = tuple(map(_buffer, self.buffers))
+        return PartLayout(buffers, self.dp_size, self.bucket_size, self.stated, self.pad_for_high_nccl_busbw)
 
 
 class CarriedBox(_Entry, frozen=True):
@@ -377,6 +379,7 @@ def _carried_part(part: MegatronPart) -> CarriedPart:
         part.chained,
         part.group,
         part.pipeline_rank,
+        layout.pad_for_high_nccl_busbw if layout else False,
     )
 
 

@@ -26,7 +26,9 @@ from typing import Any
 import msgspec
 
 from ...core.boxes import Box
-from ...core.errors import CorruptError, MissingError, OutputError, UnsupportedError
+from ...core.errors import CorruptError, MissingError, UnsupportedError
+from ...core.layout import HIGH_BUSBW_ALIGN, LayoutRules
+from ...storage.local import replace_file
 from .model import Bucket, Buffer, KeyBox, LocalParam, PartLayout
 
 __all__ = [
@@ -138,7 +140,15 @@ class LayoutGroup(_Row, frozen=True):
             count = len(buffer.params)
             made.append(_buffer(index, buffer, tuple(before + count - 1 - place for place in range(count))))
             before += count
-        return PartLayout(tuple(made), self.dp_size, self.bucket_size, stated=True)
+        return PartLayout(tuple(made), self.dp_size, self.bucket_size, True, self.pad_for_high_nccl_busbw)
+
+    @property
+    def pad_for_high_nccl_busbw(self) -> bool:
+        """Whether padded sizes are multiples of 65536 where the dp size alone asks for less."""
+        buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        plain = LayoutRules(self.dp_size).bucket_end_align
+        more = any(bucket.numel != -(-bucket.numel_unpadded // plain) * plain for bucket in buckets)
+        return more and not any(bucket.numel % HIGH_BUSBW_ALIGN for bucket in buckets)
 
     @property
     def bucket_size(self) -> int | None:
@@ -267,7 +277,9 @@ def describe_optimizer(optimizer: Any, model: Any) -> list[dict[str, Any]]:
 
 
 def write_layout(path: str | Path, rows: Iterable[Sequence[Mapping[str, Any]] | None]) -> None:
-    """Writes what all ranks described; each group once. Raises ``OutputError``, ``CorruptError``."""
+    """Writes what all ranks described; each group once; a file of that name is replaced at once. Raises ``OutputError``,
+    ``CorruptError``.
+    """
     groups: dict[tuple[int, int], LayoutGroup] = {}
     for row in rows:
         for item in row or ():
@@ -277,10 +289,7 @@ def write_layout(path: str | Path, rows: Iterable[Sequence[Mapping[str, Any]] | 
                 raise CorruptError("two ranks describe one data-parallel group differently", found=group.label)
     made = LayoutFile(SCHEMA, tuple(groups[key] for key in sorted(groups)))
     data = msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", file=path) from error
+    replace_file(Path(path), data)
 
 
 _WRAPPERS = ("module.", "_orig_mod.")
