@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero1ckpt.api.tensors import tensor_bytes
-from zero1ckpt.core.casting import same_after_cast
+from zero1ckpt.core.casting import BITS, one_nan, same_after_cast
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -21,3 +21,6 @@ def test_all_of_torchs_casts_are_the_same_and_any_other_bit_is_not(dtype: torch.
     other = (weights.view(kind) ^ 1).view(dtype)
     same = torch.from_numpy(same_after_cast(tensor_bytes(values), "float32", tensor_bytes(other), name))
     assert (same == (weights.isnan() & other.isnan())).all()
+    ours, theirs = (one_nan(t.view(kind).numpy().view(BITS[name]), name) for t in (weights, other))
+    assert ((ours == theirs) == same.numpy()).all()
+    assert (torch.from_numpy(ours.view(f"i{ours.itemsize}")).view(dtype).isnan() == weights.isnan()).all()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.doctor.simulated import MemoryValues
+from zero1ckpt.core.casting import same_after_cast
+from zero1ckpt.doctor import repeated_experts
 from zero1ckpt.doctor.casts import cast, exact_in_bfloat16, ulps_apart, widen
 from zero1ckpt.doctor.examine import examine, examine_together
-from zero1ckpt.doctor.subject import Array, Subject, SubjectParam, ranges
+from zero1ckpt.doctor.subject import Array, Subject, SubjectParam, View, ranges
 
 SLOTS = ("fp32_param", "exp_avg", "exp_avg_sq")
 
@@ -91,6 +94,23 @@ def test_experts_that_repeat_each_other() -> None:
     assert (damage.kind, damage.range) == ("repeated_experts", (128, 192))
 
 
+def test_experts_of_one_digest_that_differ_are_not_called_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated_experts, "crc64", lambda data: 0)
+    subject, _ = sound((4, 8, 8), expert=True)
+    assert kinds(subject) == []
+
+
+def test_experts_are_compared_without_copies_of_them_all() -> None:
+    subject, arrays = sound((32, 64, 256), expert=True)
+    view = View(0, subject.params[0], arrays)
+    tracemalloc.start()
+    try:
+        assert list(repeated_experts.detect(subject, view)) == []
+        assert tracemalloc.get_traced_memory()[1] < 3 * arrays["exp_avg"][0].nbytes
+    finally:
+        tracemalloc.stop()
+
+
 def test_steps_and_dtypes() -> None:
     subject, _ = sound()
     assert [d.grave for d in examine_together([subject, subject])] == []
@@ -113,7 +133,24 @@ def test_casts_are_torchs() -> None:
         assert (widen(cast(values, dtype), dtype) == wanted.float().numpy()).all()
     assert exact_in_bfloat16(widen(cast(values, "bfloat16"), "bfloat16")) and not exact_in_bfloat16(values)
     near = np.array([0x0001, 0x8001, 0x3F80], np.uint16), np.array([0x0000, 0x0001, 0x3F82], np.uint16)
-    assert ulps_apart(*near).tolist() == [1, 2, 2]
+    assert ulps_apart(*near, "bfloat16").tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_nan_is_a_nan_whichever_it_is(dtype: str) -> None:
+    """A weight may hold another NaN than the main param's cast: a device's choice, as in ``core.casting``."""
+    subject, arrays = sound()
+    arrays["fp32_param"][3, 7] = np.nan
+    weight = cast(arrays["fp32_param"], dtype)
+    weight[3, 7] = np.iinfo(weight.dtype).max >> 1  # 0x7FFF
+    subject.values.weights[0] = weight  # type: ignore[attr-defined]
+    subject = replace(subject, params=(replace(subject.params[0], dtype=dtype),))
+    assert kinds(subject) == [("nonfinite", True)]
+    main = arrays["fp32_param"].reshape(-1)
+    same = same_after_cast(main.data, "float32", weight.reshape(-1).data, dtype)
+    assert same.all() and not ulps_apart(cast(main, dtype), weight.reshape(-1), dtype).any()
+    weight[3, 7] = 0
+    assert ("stale_main_param", True) in kinds(subject)
 
 
 def test_ranges() -> None:

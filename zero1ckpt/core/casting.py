@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["cast_bits", "same_after_cast"]
+__all__ = ["BITS", "cast_bits", "one_nan", "same_after_cast"]
+
+BITS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.uint32),
+    "float16": np.dtype(np.uint16),
+    "bfloat16": np.dtype(np.uint16),
+}
+"""The unsigned type that holds a weight's bits, of the dtypes that have a cast."""
 
 _BLOCK = 2**13
 """Values that are cast at once, so that what numpy makes on the way stays small."""
-_NAN: dict[str, tuple[type[np.unsignedinteger], int]] = {
-    "bfloat16": (np.uint16, 0x7F80),
-    "float16": (np.uint16, 0x7C00),
-    "float32": (np.uint32, 0x7F80_0000),
-}
-"""Unsigned dtype of the bits, and the exponent bits."""
+_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000}
 
 
 def cast_bits(data: memoryview, dtype: str, to: str, out: memoryview) -> int:
@@ -57,14 +59,27 @@ def same_after_cast(values: memoryview, dtype: str, weights: memoryview, to: str
     """Which values, cast to the weights' dtype, have the weights' bits. Two NaNs are equal: which one a cast makes
     depends on the device.
     """
-    kind, exponent = _NAN[to]
+    kind = BITS[to]
     stored = np.frombuffer(weights, kind)
     made = np.empty(len(stored), kind)
     if dtype == to:
         made[:] = np.frombuffer(values, kind)
     else:
         cast_bits(values, dtype, to, memoryview(made.view(np.uint8).data))
-    mantissa = kind(exponent | (exponent & -exponent) - 1)
-    nan = ((made & mantissa) > kind(exponent)) & ((stored & mantissa) > kind(exponent))
-    same: npt.NDArray[np.bool_] = (made == stored) | nan
+    same: npt.NDArray[np.bool_] = (made == stored) | (_is_nan(made, to) & _is_nan(stored, to))
     return same
+
+
+def one_nan(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """Bits of ``dtype`` with one quiet NaN for all: what is then equal is equal to ``same_after_cast``. Pure."""
+    nan = _is_nan(bits, dtype)
+    if not nan.any():
+        return bits
+    quiet = _EXPONENT[dtype] | (_EXPONENT[dtype] & -_EXPONENT[dtype]) >> 1
+    return np.where(nan, bits.dtype.type(quiet), bits)
+
+
+def _is_nan(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.bool_]:
+    kind, exponent = BITS[dtype].type, _EXPONENT[dtype]
+    found: npt.NDArray[np.bool_] = (bits & kind(exponent | (exponent & -exponent) - 1)) > kind(exponent)
+    return found

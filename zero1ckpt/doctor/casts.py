@@ -7,27 +7,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BITS", "cast", "exact_in_bfloat16", "ulps_apart", "widen"]
+from ..core.casting import BITS, cast_bits, one_nan
+
+__all__ = ["BITS", "cast", "exact_in_bfloat16", "one_nan", "ulps_apart", "widen"]
 
 Array = NDArray[Any]
-BITS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.uint32),
-    "float16": np.dtype(np.uint16),
-    "bfloat16": np.dtype(np.uint16),
-}
-"""The unsigned type that holds a weight's bits, of the dtypes that have a cast."""
 
 
 def cast(values: Array, dtype: str) -> Array:
-    """Float32 values rounded to ``dtype`` as torch does (to nearest, ties to even), as bits. Pure."""
-    if dtype == "float32":
-        return values.view(np.uint32)
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint16)
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    """Float32 values rounded to ``dtype`` as torch does (to nearest, ties to even), as bits; NaNs all alike. Pure."""
+    made = np.empty(values.shape, BITS[dtype])
+    if values.size:
+        cast_bits(_flat(values), "float32", dtype, _flat(made))
+    return one_nan(made, dtype)
+
+
+def _flat(values: Array) -> memoryview:
+    """The bytes of an array, in its order."""
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def widen(bits: Array, dtype: str) -> Array:
@@ -44,9 +41,11 @@ def exact_in_bfloat16(values: Array) -> bool:
     return not (values.view(np.uint32) & 0xFFFF).any()
 
 
-def ulps_apart(a: Array, b: Array) -> Array:
-    """How many representable numbers lie between each two, by their bits; the sign counts through zero. Pure."""
-    apart: Array = np.abs(_ordered(a) - _ordered(b))
+def ulps_apart(a: Array, b: Array, dtype: str) -> Array:
+    """How many representable numbers lie between each two, by their bits; the sign counts through zero, and two NaNs
+    are one. Pure.
+    """
+    apart: Array = np.abs(_ordered(one_nan(a, dtype)) - _ordered(one_nan(b, dtype)))
     return apart
 
 

@@ -25,7 +25,7 @@ def detect(subject: Subject, view: View) -> Iterator[Damage]:
     values = view.slots.get("fp32_param")
     if values is None or view.weight is None:
         return
-    apart = ulps_apart(cast(values, view.param.dtype), view.weight)
+    apart = ulps_apart(cast(values, view.param.dtype), view.weight, view.param.dtype)
     far = apart > 1
     if far.any():
         rows = ranges(far)
