@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +21,7 @@ from ..model.numeric import first_negative, first_nonfinite
 from ..model.protocols import Progress, Source
 from ..model.state import Scalar
 from ..model.values import Json, decode_value
+from ..resharding.execute import in_parallel
 from ..resharding.plan import window_bounds
 from .commit import window_bytes, workers_or_default
 from .stored import EXTRA_FILE, MODEL_FILE, VALUE_KEY, Stored, describe, rank_extra_file
@@ -39,8 +38,6 @@ NOT_NEGATIVE = frozenset(
     }
 )
 """Slots that are sums of squares or sizes, by the names of torch's optimizers and of Adafactor's."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,32 +529,3 @@ def _groups(bounds: IntColumn, limit: int) -> Iterator[tuple[int, int]]:
         last = max(int(np.searchsorted(bounds, bounds[first] + limit, side="right")) - 1, first + 1)
         yield first, last
         first = last
-
-
-def in_parallel(jobs: Iterator[_T], work: Callable[[_T], None], workers: int) -> None:
-    """Does all jobs, which are made as they are needed; the first error stops the others and is raised."""
-    lock = threading.Lock()
-    stop = threading.Event()
-
-    def run() -> None:
-        try:
-            while not stop.is_set():
-                with lock:
-                    try:
-                        job = next(jobs)
-                    except StopIteration:
-                        return
-                work(job)
-        except BaseException:
-            stop.set()
-            raise
-
-    with ThreadPoolExecutor(workers, thread_name_prefix="zero1ckpt") as pool:
-        futures = [pool.submit(run) for _ in range(workers)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:
-            stop.set()
-            raise
-    for future in futures:
-        future.result()

@@ -7,7 +7,7 @@ layout, and a file needs no table of fragments.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,8 @@ from .payload_format import PayloadFormat
 
 __all__ = ["BucketShards", "ShardPlacement"]
 
+_MOST_HELD = 8
+
 
 @dataclass(frozen=True)
 class ShardPlacement:
@@ -36,6 +38,7 @@ class ShardPlacement:
     state: PartState
     layout: Layout
     prefix: str = ""
+    _held: dict[int, Extents] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def blob_count(self) -> int:
@@ -113,6 +116,16 @@ class ShardPlacement:
         )
 
     def extents(self, blob: int) -> Extents:
+        """Kept for the blobs that are at work: it is asked for several times while one is written."""
+        held = self._held.get(blob)
+        if held is None:
+            held = self._made(blob)
+            if len(self._held) >= _MOST_HELD:
+                self._held.clear()
+            self._held[blob] = held
+        return held
+
+    def _made(self, blob: int) -> Extents:
         tables = []
         for index, buffer in enumerate(self.layout.buffers):
             found = buffer.fragments(blob)

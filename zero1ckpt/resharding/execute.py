@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,9 @@ from .coalesce import read_moves
 from .plan import Moves, cut_moves, window_bounds
 from .prove import Prover
 
-__all__ = ["Copier", "Job", "run_jobs"]
+__all__ = ["Copier", "Job", "in_parallel", "run_jobs"]
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -210,27 +213,32 @@ def run_jobs(copier: Copier, jobs: Iterator[Job], workers: int) -> None:
 
     The first error stops the others at their next window and is raised.
     """
+    in_parallel((window for job in jobs for window in copier.windows(job)), copier.run, workers)
+
+
+def in_parallel(jobs: Iterator[_T], work: Callable[[_T], None], workers: int) -> None:
+    """Does all jobs, which are made as they are needed; the first error stops the others and is raised."""
     lock = threading.Lock()
     stop = threading.Event()
-    queue = (window for job in jobs for window in copier.windows(job))
 
-    def work() -> None:
+    def run() -> None:
         try:
             while not stop.is_set():
                 with lock:
-                    window = next(queue, None)
-                if window is None:
-                    return
-                copier.run(window)
+                    try:
+                        job = next(jobs)
+                    except StopIteration:
+                        return
+                work(job)
         except BaseException:
             stop.set()
             raise
 
     if workers == 1:
-        work()
+        run()
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="zero1ckpt") as pool:
-        futures = [pool.submit(work) for _ in range(workers)]
+        futures = [pool.submit(run) for _ in range(workers)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:

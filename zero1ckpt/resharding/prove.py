@@ -35,7 +35,7 @@ class SourcePieces:
 class Prover:
     """Collects checksums of source bytes as they pass, in any order and from any thread; each byte is told once.
 
-    A piece is compared when its last byte was seen; one that is never seen whole proves nothing (``unproved``).
+    A piece is compared when its last byte was seen; one that is never seen whole proves nothing.
     Raises ``CorruptError`` that names file, param, slot and elements.
     """
 
@@ -55,11 +55,6 @@ class Prover:
             with self._lock:
                 self._pieces[blob] = found
         return found
-
-    @property
-    def unproved(self) -> int:
-        """Pieces of which only a part was read."""
-        return len(self._open)
 
     def tell(self, blob: int, piece: int, end: int, nbytes: int, crc: int) -> None:
         """``nbytes`` bytes of a piece that end at payload byte ``end`` have the checksum ``crc``."""
