@@ -3,7 +3,7 @@
   driver.py save DIR MODEL FORMAT DP [BUCKET]     three steps, a save, the truth beside it (truth.pt), layout.json
   driver.py load DIR TRUTH MODEL DP [BUCKET]      loads DIR and compares all state with the truth, bit for bit
 
-MODEL: toy, gpt_tp2, gpt_pp2 (tied embeddings), moe_ep2. FORMAT: dp_reshardable, fully_reshardable, legacy.
+MODEL: toy, gpt_tp2, swiglu_tp2, gpt_pp2 (tied embeddings), moe_ep2. FORMAT: dp_reshardable, fully_reshardable, legacy.
 Exit code 0: all done, and all equal.
 """
 
@@ -24,7 +24,7 @@ import cpu_megatron  # beside this file
 import torch
 import torch.distributed as dist
 
-SIZES = {"toy": (1, 1, 1), "gpt_tp2": (2, 1, 1), "gpt_pp2": (1, 2, 1), "moe_ep2": (1, 1, 2)}
+SIZES = {"toy": (1, 1, 1), "gpt_tp2": (2, 1, 1), "swiglu_tp2": (2, 1, 1), "gpt_pp2": (1, 2, 1), "moe_ep2": (1, 1, 2)}
 """Tensor, pipeline and expert parallel sizes."""
 FIELDS = ("param", "exp_avg", "exp_avg_sq")
 ITERATION = 3
@@ -48,7 +48,9 @@ class Run:
         )
         self.state = parallel_state
         torch.manual_seed(seed)
-        config, self.model = _toy() if kind == "toy" else _gpt(self.tp, self.pp, self.ep)
+        config, self.model = (
+            _toy() if kind == "toy" else _gpt(self.tp, self.pp, self.ep, gated=kind.startswith("swiglu"))
+        )
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
@@ -155,7 +157,7 @@ def _toy() -> tuple[Any, Any]:
     return config, Toy()
 
 
-def _gpt(tp: int, pp: int, ep: int) -> tuple[Any, Any]:
+def _gpt(tp: int, pp: int, ep: int, *, gated: bool) -> tuple[Any, Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -175,6 +177,7 @@ def _gpt(tp: int, pp: int, ep: int) -> tuple[Any, Any]:
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
         add_bias_linear=ep == 1,
+        **({"gated_linear_unit": True, "activation_func": torch.nn.functional.silu} if gated else {}),
         **(experts if ep > 1 else {}),
     )
     spec = get_gpt_layer_local_spec(num_experts=4 if ep > 1 else None, moe_grouped_gemm=False)

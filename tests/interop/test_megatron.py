@@ -120,6 +120,24 @@ def test_legacy_is_loaded_at_another_dp_and_bucket_size(
     _load(drive, tmp_path / "made", source, model, 4, 1500)
 
 
+@pytest.mark.parametrize(
+    ("model", "format"),
+    [
+        ("toy", "dp_reshardable"),
+        ("gpt_pp2", "dp_reshardable"),
+        ("swiglu_tp2", "fully_reshardable"),
+        ("gpt_pp2", "fully_reshardable"),
+        ("moe_ep2", "fully_reshardable"),
+    ],
+)
+def test_legacy_becomes_what_is_written_today(
+    tmp_path: Path, saved: Saved, drive: Driver, model: str, format: str
+) -> None:
+    source = saved.get(model, "legacy", bucket=2500)
+    zero1ckpt.reshard(source, tmp_path / "made", to_dp=2, bucket_size=1500, format=f"megatron:{format}")
+    _load(drive, tmp_path / "made", source, model, 2 if format == "dp_reshardable" else 4, 1500)
+
+
 @pytest.mark.parametrize("model", ["toy", "gpt_pp2"])
 def test_native_and_back(tmp_path: Path, saved: Saved, drive: Driver, model: str) -> None:
     source = saved.get(model, "dp_reshardable", bucket=2500 if model == "toy" else None)

@@ -20,7 +20,7 @@ from ..foreign.megatron.targets.buckets import BucketRules
 from ..foreign.megatron.targets.by_layout import with_layout
 from ..foreign.megatron.targets.files import FileFormat, TargetPart
 from ..foreign.megatron.targets.items import read_piece
-from ..foreign.megatron.targets.origin import Origin, OriginPart, from_carried, from_checkpoint
+from ..foreign.megatron.targets.origin import Origin, OriginPart, Twin, from_carried, from_checkpoint
 from ..foreign.megatron.targets.planning import TRACKER, Target, plan_target
 from ..foreign.megatron.targets.spaces import Copy
 from ..model.catalog import Catalog, digest_tensors
@@ -177,7 +177,7 @@ def plan_megatron(
     layout_file = None if layout is None else read_layout(Path(layout))
     origin = _origin(stored, layout_file, unproved)
     rules = BucketRules(to_dp, size, bucket_size is None, _dense_dp(origin))
-    target = plan_target(origin, format.removeprefix(PREFIX), rules, flavour)
+    target = plan_target(origin, format.removeprefix(PREFIX), rules, flavour, layout_file)
     if container not in (None, target.format.container):
         raise UnsupportedError(f"{format} comes in one container", found=container, expected=target.format.container)
     threads = workers_or_default(workers)
@@ -256,6 +256,8 @@ def execute_megatron(
     plan = _proved(plan, progress)
     for copy in plan.target.copies:
         _check_copy(plan, copy)
+    for twin in plan.target.origin.twins:
+        _check_twin(plan, twin)
     check_space(plan.dst, plan.target.total_bytes)
     with staged(Staging(plan.dst, plan.job, overwrite=overwrite)) as staging:
         for part in plan.parts():
@@ -274,7 +276,7 @@ def _proved(plan: MegatronPlan, progress: Progress | None) -> MegatronPlan:
     stored = prove_map(plan.stored, progress)
     check_proved(stored, unproved=plan.unproved)
     origin = _origin(stored, plan.layout_file, plan.unproved)
-    target = plan_target(origin, plan.target.layout, plan.rules, plan.flavour)
+    target = plan_target(origin, plan.target.layout, plan.rules, plan.flavour, plan.layout_file)
     return replace(plan, stored=stored, target=target)
 
 
@@ -353,6 +355,22 @@ def _check_copy(plan: MegatronPlan, copy: Copy) -> None:
                     hint="choose megatron:dp_reshardable, or take those of the first part, as Megatron does, with "
                     "--unproved",
                 )
+
+
+def _check_twin(plan: MegatronPlan, twin: Twin) -> None:
+    """Raises ``UnsupportedError`` where two ranks hold different weights of what the target holds once."""
+    for low in range(0, twin.first.nbytes, plan.window_bytes):
+        size = min(plan.window_bytes, twin.first.nbytes - low)
+        a, b = bytearray(size), bytearray(size)
+        twin.first.read(low, [memoryview(a)])
+        twin.second.read(low, [memoryview(b)])
+        if a != b and not plan.unproved:
+            raise UnsupportedError(
+                f"{twin.first.label()} and {twin.second.label()} hold different weights of one tensor, and the target "
+                "holds it once",
+                param=twin.key,
+                hint="choose megatron:legacy, or take those of the first rank, as Megatron does, with --unproved",
+            )
 
 
 # ------------------------------------------------------------------------------------------------- an existing folder

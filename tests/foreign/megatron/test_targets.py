@@ -340,7 +340,7 @@ def test_the_loss_scale_moves_between_objects_and_common_state(corpus: Corpus, t
     assert found["optimizer"].value == wanted["optimizer"].value
     assert list(found["grad_scaler"].storages.values()) == list(wanted["grad_scaler"].storages.values())
     assert found["grad_scaler"].value["growth_tracker"] == wanted["grad_scaler"].value["growth_tracker"]
-    assert made.common()["content_metadata"] == stored.common()["content_metadata"]
+    assert made.common_value().value["content_metadata"] == stored.common_value().value["content_metadata"]
 
 
 def test_copies_that_differ_are_refused(corpus: Corpus, tmp_path: Path) -> None:

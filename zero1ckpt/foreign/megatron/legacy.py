@@ -10,7 +10,6 @@ the buffer that they lay in, as torch saves them, their places in it show order 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,10 +23,11 @@ from ...core.layout import BufferKey, default_bucket_size
 from ...model.catalog import Catalog, Extents, TablePlacement
 from ...model.state import MAIN_PARAM, LossScale, ParamSpec, PartState, SlotSpec
 from ...storage.local import LocalStore
-from .common import Args, chained_values, common_of
+from .common import chained_values, common_of
 from .entries import Entries
 from .gathered_layout import FoundLayout, PlacedParam, buckets_by_rule
 from .groups import GroupSet, archive_numbers, assign_groups, read_groups, read_loss_scale
+from .legacy_keys import LayerOffsets, global_name, layer_offsets
 from .legacy_places import Placed, distinct, place_all
 from .legacy_ranks import (
     MODEL_FILE,
@@ -45,7 +45,6 @@ from .model import Buffer, Evidence, KeyBox, LocalParam, MegatronCheckpoint, Meg
 __all__ = ["open_legacy"]
 
 FORMAT = "megatron:legacy"
-_LAYER = re.compile(r"^((?:.*?\.)?layers\.)(\d+)(\..*)$")
 _FLOATS = ("float32", "bfloat16", "float16")
 _SLOT_ORDER = (MAIN_PARAM, "exp_avg", "exp_avg_sq")
 
@@ -61,7 +60,8 @@ def open_legacy(path: Path) -> MegatronCheckpoint:
     table = Table()
     read = [RankReader(store, table, rank).read() for rank in ranks]
     entries = legacy_entries(path, store, ranks, table)
-    parts, notices = _Parts(entries, read, _layer_offsets(read, ranks[0].args, path)).all()
+    names = ((one.rank.pp, weight.virtual, weight.name) for one in read for weight in one.weights)
+    parts, notices = _Parts(entries, read, layer_offsets(names, ranks[0].args.num_layers, path)).all()
     steps = {part.catalog.state.step for part in parts}
     if len(steps) > 1:
         notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
@@ -77,48 +77,6 @@ def open_legacy(path: Path) -> MegatronCheckpoint:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- names of layers
-
-
-def _layer_offsets(read: Sequence[RankTensors], args: Args, path: Path) -> Mapping[tuple[int, int, str], int]:
-    """First layer's global number by (pipeline rank, virtual chunk, prefix of its name).
-
-    Stages follow each other in order of virtual chunk, then of pipeline rank; each numbers its layers from 0.
-    """
-    counts: dict[str, dict[tuple[int, int], set[int]]] = {}
-    stages: set[tuple[int, int]] = set()
-    for one in read:
-        for weight in one.weights:
-            stages.add((weight.virtual, one.rank.pp))
-            found = _LAYER.fullmatch(weight.name)
-            if found is not None:
-                stage = counts.setdefault(found[1], {})
-                stage.setdefault((weight.virtual, one.rank.pp), set()).add(int(found[2]))
-    offsets: dict[tuple[int, int, str], int] = {}
-    for prefix, stage in counts.items():
-        total = 0
-        for virtual, pp in sorted(stages):
-            offsets[pp, virtual, prefix] = total
-            total += len(stage.get((virtual, pp), ()))
-        whole = all(own == set(range(len(own))) for own in stage.values())
-        stated = args.num_layers if prefix.endswith("decoder.layers.") else None
-        if len(stage) > 1 and (not whole or stated not in (None, total)):
-            raise UnsupportedError(
-                f"the stages' layers under {prefix.rstrip('.')} cannot be numbered",
-                file=path,
-                found=f"{total} layers in all stages" if whole else "stages that do not number theirs from 0",
-                expected=None if stated is None else f"{stated}, as the args state",
-            )
-    return offsets
-
-
-def _global_name(name: str, pp: int, virtual: int, offsets: Mapping[tuple[int, int, str], int]) -> str:
-    found = _LAYER.fullmatch(name)
-    if found is None:
-        return name
-    return f"{found[1]}{int(found[2]) + offsets[pp, virtual, found[1]]}{found[3]}"
-
-
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -126,7 +84,7 @@ def _global_name(name: str, pp: int, virtual: int, offsets: Mapping[tuple[int, i
 class _Parts:
     entries: Entries
     read: Sequence[RankTensors]
-    offsets: Mapping[tuple[int, int, str], int]
+    offsets: LayerOffsets
 
     def all(self) -> tuple[list[MegatronPart], list[str]]:
         count = max((len(one.optimizers) for one in self.read), default=0)
@@ -239,7 +197,7 @@ class _Builder:
     members: Sequence[Weight]
     placed: tuple[Placed, ...]
     expert: bool
-    offsets: Mapping[tuple[int, int, str], int]
+    offsets: LayerOffsets
 
     def build(
         self, name: str, chained: int | None, group: int, groups: GroupSet, loss_scale: LossScale | None
@@ -285,7 +243,7 @@ class _Builder:
         return [weight for weights in by_buffer for weight in weights]
 
     def names(self, order: Sequence[Weight]) -> list[str]:
-        named = [_global_name(w.name, self.one.rank.pp, w.virtual, self.offsets) for w in order]
+        named = [global_name(w.name, self.one.rank.pp, w.virtual, self.offsets) for w in order]
         if len(set(named)) == len(named):
             return named
         return [f"model{w.virtual}.{name}" for w, name in zip(order, named, strict=True)]

@@ -32,6 +32,7 @@ __all__ = [
     "Table",
     "Weight",
     "World",
+    "coordinates",
     "legacy_entries",
     "open_ranks",
     "world_runs",
@@ -83,7 +84,7 @@ def open_ranks(store: LocalStore) -> list[Rank]:
     args = common_of(opened[0][1].value).args
     ranks = []
     for name, archive in opened:
-        tp, pp, ep = _coordinates(store, name, args)
+        tp, pp, ep = coordinates(name, args, store.label(name))
         ranks.append(Rank(name, tp, pp, ep, archive, _open_optimizer(store, name)))
     ranks.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
     _check_grid(store, ranks, args)
@@ -102,10 +103,11 @@ def _open_optimizer(store: LocalStore, folder: str) -> Archive | None:
     return read_archive(store, name) if (store.root / name).exists() else None
 
 
-def _coordinates(store: LocalStore, folder: str, args: Args) -> tuple[int, int, int]:
+def coordinates(folder: str, args: Args, label: str) -> tuple[int, int, int]:
     """Tensor, pipeline and expert rank of a folder. One number behind the first may be either of the latter."""
     found = _RANK.fullmatch(folder)
-    assert found is not None
+    if found is None:
+        raise CorruptError("this is no folder of a rank", file=label)
     tp, second, third = int(found[1]), found[2], found[3]
     if second is None:
         return tp, 0, 0
@@ -117,7 +119,7 @@ def _coordinates(store: LocalStore, folder: str, args: Args) -> tuple[int, int, 
         return tp, 0, int(second)
     raise UnsupportedError(
         "the folder's second number may be a pipeline or an expert rank, and the args do not say which",
-        file=store.label(folder),
+        file=label,
     )
 
 

@@ -24,7 +24,18 @@ from ....model.state import ParamSpec, PartState, SlotSpec
 from ..boxes import box_runs
 from ..entries import Place
 
-__all__ = ["CastItem", "FileItem", "Item", "ItemSource", "Items", "MadeItem", "Piece", "box_ranges", "read_piece"]
+__all__ = [
+    "CastItem",
+    "FileItem",
+    "Item",
+    "ItemSource",
+    "Items",
+    "MadeItem",
+    "Piece",
+    "SliceItem",
+    "box_ranges",
+    "read_piece",
+]
 
 
 class Item(Protocol):
@@ -72,6 +83,21 @@ class MadeItem:
 
     def label(self) -> str:
         return "(made here)"
+
+
+@dataclass(frozen=True, slots=True)
+class SliceItem:
+    """Bytes [begin, begin + nbytes) of another item."""
+
+    whole: Item
+    begin: int
+    nbytes: int
+
+    def read(self, at: int, buffers: Sequence[memoryview]) -> None:
+        self.whole.read(self.begin + at, buffers)
+
+    def label(self) -> str:
+        return self.whole.label()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ....core.boxes import Box
 from ....core.errors import CorruptError
-from ....encodings.inert_pickle import Value
 from ....encodings.torch_archive import Archive, read_archive
 from ....model.catalog import Catalog
 from ....model.protocols import Source
@@ -18,8 +17,18 @@ from ..carried import CARRIED_DATA, CARRIED_FILES, Carried, CarriedBox, CarriedT
 from ..entries import Place
 from ..model import LocalParam, MegatronCheckpoint, PartLayout
 from .items import CastItem, FileItem, Item, Piece
+from .values import StateValue, read_value
 
-__all__ = ["COMMON_ENTRY", "COMMON_FILE", "Origin", "OriginPart", "OriginTensor", "from_carried", "from_checkpoint"]
+__all__ = [
+    "COMMON_ENTRY",
+    "COMMON_FILE",
+    "Origin",
+    "OriginPart",
+    "OriginTensor",
+    "Twin",
+    "from_carried",
+    "from_checkpoint",
+]
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
@@ -55,11 +64,21 @@ class OriginTensor:
     items: tuple[Item, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Two ranks' bytes of one box of the model's tensor ``key``: they must be the same."""
+
+    key: str
+    first: Item
+    second: Item
+
+
 @dataclass(frozen=True)
 class Origin:
     """All that a target needs of its source. ``store``: its files; ``files``: other files by their path in the Megatron
     checkpoint, with their bytes and their place. ``objects``: keys and bytes of archives.
-    ``grouped``: the groups of the run, of a source in model space with a layout file.
+    ``grouped``: the groups of the run, of a source in model space with a layout file. ``values``: objects that were
+    made of other things, and ``common_made`` the common state; ``twins``: what several ranks hold of the weights.
     """
 
     label: str
@@ -75,6 +94,9 @@ class Origin:
     files: Mapping[str, FileItem]
     object_place: Callable[[str], Place]
     grouped: tuple[OriginPart, ...] = ()
+    values: Mapping[str, StateValue] = field(default_factory=dict)
+    common_made: StateValue | None = None
+    twins: tuple[Twin, ...] = ()
 
     @property
     def groups(self) -> tuple[OriginPart, ...]:
@@ -100,12 +122,17 @@ class Origin:
             return self.object_archive(COMMON_ENTRY)
         raise CorruptError("the checkpoint has no common state", file=self.label, expected=COMMON_FILE)
 
-    def common(self) -> dict[str, Value]:
-        value = self.common_archive().value
-        value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if not isinstance(value, dict):
-            raise CorruptError("the common state is no dict", file=self.label, found=type(value).__name__)
-        return dict(value)
+    def object_value(self, key: str) -> StateValue:
+        """An object, without the list of one that torch_dist puts around it. Raises ``CorruptError``."""
+        made = self.values.get(key)
+        return read_value(self.store, self.object_archive(key)) if made is None else made
+
+    def common_value(self) -> StateValue:
+        """The common state. Raises ``CorruptError`` where there is none, or it is no dict."""
+        whole = self.common_made or read_value(self.store, self.common_archive())
+        if not isinstance(whole.value, dict):
+            raise CorruptError("the common state is no dict", file=self.label, found=type(whole.value).__name__)
+        return whole
 
 
 def from_checkpoint(checkpoint: MegatronCheckpoint) -> Origin:

@@ -13,6 +13,7 @@ import msgspec
 from ....core.errors import UnsupportedError, UsageError
 from ....encodings.dcp_metadata import BytesEntry, DcpMetadata, dump_metadata
 from ....model.catalog import Catalog
+from ..layout_file import LayoutFile
 from .buckets import BucketRules, PartBuckets, group_prefix, part_buckets, rank_chunks
 from .files import (
     FILE_BYTES,
@@ -53,7 +54,8 @@ _INTEGRITY = "integrity.json"
 _DISTCP = re.compile(r"__\d+_\d+\.distcp")
 _SHARDED = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON = {"common_backend": "torch", "common_backend_version": 1}
-_BUCKET_FORMATS = frozenset({"dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter"})
+_BUCKET_FORMATS = frozenset({"dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter", "legacy"})
+"""Layouts whose optimizer groups are objects of data-parallel groups."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,15 @@ def iteration_name(origin: Origin) -> tuple[str, bytes]:
     return f"iter_{iteration:07d}", str(iteration).encode()
 
 
-def plan_target(origin: Origin, layout: str, rules: BucketRules, flavour: str | None = None) -> Target:
+def plan_target(
+    origin: Origin,
+    layout: str,
+    rules: BucketRules,
+    flavour: str | None = None,
+    layout_file: LayoutFile | None = None,
+) -> Target:
     """Plans a target. ``layout``: one of ``TARGETS``; ``flavour``: one of ``FLAVOURS``, None to keep the source's.
+    ``layout_file``: tells of a legacy source where its tensors lie in those of all ranks.
 
     Raises ``UnsupportedError``, ``UsageError``, ``CorruptError``.
     """
@@ -113,11 +122,9 @@ def plan_target(origin: Origin, layout: str, rules: BucketRules, flavour: str | 
 
         return plan_legacy(origin, rules, flavour)
     if origin.container == "torch":
-        raise UnsupportedError(
-            "a legacy checkpoint does not say where its tensors lie in those of all ranks",
-            file=origin.label,
-            hint="write it from the training script and pass it with --layout, or choose megatron:legacy",
-        )
+        from .from_legacy import with_global_keys
+
+        origin = with_global_keys(origin, layout_file, by_key=layout == "fully_reshardable")
     entry = (origin.common_in if flavour is None else FLAVOURS[flavour]) == "entry"
     return _Builder(origin, layout, entry).build(rules)
 
@@ -240,9 +247,7 @@ class _Builder:
         """An object as torch_dist holds it: in a list of one."""
         if self.origin.container == "torch_dist":
             return self.origin.object_item(key)
-        from .states import read_value
-
-        read = read_value(self.origin.store, self.origin.object_archive(key))
+        read = self.origin.object_value(key)
         return MadeItem(write_value(StateValue([read.value], read.storages)))
 
     def _add_rest(

@@ -7,18 +7,15 @@ data-parallel group. All other values of the common state are kept as they are.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import PurePath
+from dataclasses import dataclass
 
 from ....core.errors import CorruptError, UnsupportedError
-from ....encodings.inert_pickle import Record, StorageRef, TensorRef, Value
+from ....encodings.inert_pickle import Value
 from ....encodings.inert_pickle.writer import dump
-from ....encodings.torch_archive import Archive, plan_archive, read_member, tensor_itemsize
-from ....storage.local import LocalStore
 from ..common import chained_values
 from .origin import COMMON_ENTRY, Origin
+from .values import StateValue, renamed, storages_of, write_value
 
 __all__ = [
     "GroupObject",
@@ -39,14 +36,6 @@ _LAYOUT_FIELDS = frozenset({"param_state", "per_bucket_numel", "per_bucket_numel
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What Megatron finds a group by, each also with ``pre_`` before it (NeMo)."""
 _NOT_STATE = frozenset({"param_state", "param_state_sharding_type"})
-
-
-@dataclass(frozen=True)
-class StateValue:
-    """A value with the bytes of the storages that its tensors lie in, by key. Keys are unique within one value."""
-
-    value: Value
-    storages: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,89 +61,12 @@ def is_layout_object(item: GroupObject) -> bool:
     return item.field in _LAYOUT_FIELDS
 
 
-# ---------------------------------------------------------------------------------------------------- values, storages
-
-
-def read_value(store: LocalStore, archive: Archive) -> StateValue:
-    """An archive's value, without the list of one that torch_dist puts around an object, and its storages' bytes."""
-    file = PurePath(archive.file).relative_to(store.root).as_posix()
-    value = archive.value
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
-    storages = {}
-    for ref in _storages(value):
-        storages[ref.key] = read_member(store, file, archive.storage(ref))
-    return StateValue(value, storages)
-
-
-def _storages(value: Value) -> Iterator[StorageRef]:
-    """Storages of all tensors in a value, each once, in the order in which they are met."""
-    seen: set[str] = set()
-    for tensor in _tensors(value):
-        if tensor.storage.key not in seen:
-            seen.add(tensor.storage.key)
-            yield tensor.storage
-
-
-def _tensors(value: Value) -> Iterator[TensorRef]:
-    if isinstance(value, TensorRef):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(key)
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Record):
-        for item in (value.args, value.kwargs, value.state, value.pairs, value.entries):
-            yield from _tensors(item)
-
-
-def _renamed(value: Value, names: Mapping[str, str]) -> Value:
-    """A value whose tensors lie in storages of other keys. Objects of classes are left as they are."""
-    if isinstance(value, TensorRef):
-        return replace(value, storage=replace(value.storage, key=names[value.storage.key]))
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _renamed(item, names)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_renamed(item, names) for item in value)
-    return value
-
-
-def write_value(made: StateValue) -> bytes:
-    """The archive of a value, as ``torch.save`` makes it. Pure."""
-    refs = list(_storages(made.value))
-    sizes = []
-    for ref in refs:
-        nbytes = ref.numel * (1 if ref.dtype is None else tensor_itemsize(ref.dtype))
-        if nbytes != len(made.storages[ref.key]):
-            raise CorruptError("a tensor's storage has another size than it should", found=len(made.storages[ref.key]))
-        sizes.append((ref.key, nbytes))
-    plan = plan_archive(made.value, sizes)
-    out = bytearray(plan.nbytes)
-    crcs = []
-    for hole in plan.holes:
-        data = made.storages[hole.key]
-        out[hole.offset : hole.offset + hole.nbytes] = data
-        crcs.append(_crc32(data))
-    for at, run in plan.runs(crcs):
-        out[at : at + len(run)] = run
-    return bytes(out)
-
-
-def _crc32(data: bytes) -> int:
-    import zlib
-
-    return zlib.crc32(data)
-
-
 # ------------------------------------------------------------------------------------------------- from one to another
 
 
 def states_in_common(origin: Origin) -> dict[int | None, dict[str, StateValue]]:
     """State by optimizer (None for the only one) and field, where it lies in the common state."""
-    archive = origin.common_archive()
-    whole = read_value(origin.store, archive)
+    whole = origin.common_value()
     optimizer = whole.value.get("optimizer") if isinstance(whole.value, dict) else None
     states = chained_values(optimizer)
     found: dict[int | None, dict[str, StateValue]] = {}
@@ -163,7 +75,7 @@ def states_in_common(origin: Origin) -> dict[int | None, dict[str, StateValue]]:
             raise CorruptError("the common state holds no optimizer", file=origin.label, found=type(state).__name__)
         fields = {field: item for field, item in state.items() if field not in _NOT_STATE}
         found[None if len(states) == 1 else i] = {
-            field: StateValue(item, {ref.key: whole.storages[ref.key] for ref in _storages(item)})
+            field: StateValue(item, {ref.key: whole.storages[ref.key] for ref in storages_of(item)})
             for field, item in fields.items()
         }
     return found
@@ -178,7 +90,7 @@ def merged_states(origin: Origin) -> dict[int | None, dict[str, StateValue]]:
     for item in group_objects(origin):
         if is_layout_object(item):
             continue
-        value = read_value(origin.store, origin.object_archive(item.key))
+        value = origin.object_value(item.key)
         fields = found.setdefault(item.chained, {})
         known = fields.get(item.field)
         if known is None:
@@ -236,11 +148,11 @@ def _identity(group: Mapping[str, Value], key: str) -> bytes:
 
 def _same(a: StateValue, b: StateValue) -> bool:
     """Whether two values are the same, tensors by their bytes."""
-    names_a = {ref.key: str(i) for i, ref in enumerate(_storages(a.value))}
-    names_b = {ref.key: str(i) for i, ref in enumerate(_storages(b.value))}
+    names_a = {ref.key: str(i) for i, ref in enumerate(storages_of(a.value))}
+    names_b = {ref.key: str(i) for i, ref in enumerate(storages_of(b.value))}
     bytes_a = [a.storages[key] for key in names_a]
     bytes_b = [b.storages[key] for key in names_b]
-    return bytes_a == bytes_b and dump(_renamed(a.value, names_a)) == dump(_renamed(b.value, names_b))
+    return bytes_a == bytes_b and dump(renamed(a.value, names_a)) == dump(renamed(b.value, names_b))
 
 
 # ---------------------------------------------------------------------------------------------------- the common state
@@ -265,20 +177,19 @@ def common_bytes(
 
     ``states``: what it holds of each optimizer; ``entry``: as an entry (a list of one), not as ``common.pt``.
     """
-    archive = origin.common_archive()
-    old = origin.common()
-    old_state = StateValue({key: item for key, item in old.items() if key != "optimizer"}, {})
-    file = PurePath(archive.file).relative_to(origin.store.root).as_posix()
-    storages = {r.key: read_member(origin.store, file, archive.storage(r)) for r in _storages(old_state.value)}
+    whole = origin.common_value()
+    old = dict(whole.value) if isinstance(whole.value, dict) else {}
+    kept = {key: item for key, item in old.items() if key != "optimizer"}
+    storages = {ref.key: whole.storages[ref.key] for ref in storages_of(kept)}
     optimizer: dict[Value, Value] = {}
     for chained, fields in states.items():
         values: dict[str, Value] = {}
         for field, state in fields.items():
             names = {}
-            for ref in _storages(state.value):
+            for ref in storages_of(state.value):
                 names[ref.key] = _unused(storages)
                 storages[names[ref.key]] = state.storages[ref.key]
-            values[field] = _renamed(state.value, names)
+            values[field] = renamed(state.value, names)
         values["param_state_sharding_type"] = layout
         if chained is None:
             optimizer = {**values}
@@ -302,7 +213,7 @@ def _unused(storages: Mapping[str, bytes]) -> str:
 
 def rewrapped(origin: Origin, *, entry: bool) -> bytes:
     """The common state unchanged, as an entry or as ``common.pt``."""
-    read = read_value(origin.store, origin.common_archive())
+    read = origin.common_value()
     return write_value(StateValue([read.value] if entry else read.value, read.storages))
 
 
