@@ -283,5 +283,5 @@ def _list(
                 key = ".".join(part for part in rows[local.param][0].split(".") if not part.isdecimal())
                 order = (len(seen) if key not in seen else 0) + 1000 * writer + place
                 for box in local.boxes:
-                    pieces[local.param].append(Piece(box, writer, order, key not in seen))
+                    pieces[local.param].append(Piece(box, writer, order))
                 seen.add(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,12 @@ def test_what_cannot_be_written_or_mended(corpus: Callable[..., Path], tmp_path:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(OutputError):
         mend(found, folder, tmp_path / "full", zero_lost_moments=True)
+    examination = found.examinations[""]
+    assert examination.shift is not None
+    examination.shift = replace(examination.shift, undecided=1)
+    with pytest.raises(UnsupportedError, match="not all layouts"):
+        mend(found, folder, tmp_path / "undecided", zero_lost_moments=True)
+    assert not (tmp_path / "undecided").exists()
     sound = corpus("v0161_toy_dp1_b1", "fully_reshardable")
     assert mend(diagnose(sound), sound, tmp_path / "none") is None
     assert not (tmp_path / "none").exists()

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.doctor.simulated import SLOTS, Job, Model, Simulated, simulate
+from tests.doctor.simulated import SLOTS, Job, MemoryValues, Model, Simulated, simulate
+from zero1ckpt.core.boxes import Box
+from zero1ckpt.core.errors import UnsupportedError
 from zero1ckpt.doctor import shifted_state
 from zero1ckpt.doctor.casts import cast, widen
-from zero1ckpt.doctor.shift_search import Unit, locate_shift
+from zero1ckpt.doctor.shift_search import Placed, Search, Solution, Unit, locate_shift
+from zero1ckpt.doctor.subject import Piece, Subject, SubjectParam
 
 CASES = [
     (Model(), Job(bucket_size=2000)),
@@ -79,9 +82,10 @@ def test_a_version_without_the_fault_is_sound(model: Model, job: Job) -> None:
 )
 def test_whatever_the_job_nothing_is_put_back_wrong(model: Model, job: Job, seed: int, young: bool) -> None:
     made = simulate(model, job, np.random.default_rng(seed), young=young)
-    if shifted_state.diagnose(made.subject) is not None:
+    found = shifted_state.diagnose(made.subject)
+    if found is not None:
         assert made.shifted
-        assert wrong_after(made)[0] == 0
+        assert found.undecided or wrong_after(made)[0] == 0
 
 
 def test_weights_of_another_step_are_not_called_shifted() -> None:
@@ -114,3 +118,95 @@ def test_a_shift_is_located_by_a_params_own_content() -> None:
     assert locate_shift(Unit("w", weight, stored, stored != 0)) == 37
     flat = np.full(500, 0x3F80, np.uint16)
     assert locate_shift(Unit("norm", flat, flat, flat != 0)) is None
+
+
+def test_a_job_that_is_not_decided_forbids_the_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = simulate(*CASES[5], np.random.default_rng(1))
+    whole = shifted_state.diagnose(made.subject)
+    assert whole is not None and not whole.undecided
+    monkeypatch.setattr(shifted_state, "_MOST_STATES", (3_000,))  # some jobs fit, others need more
+    found = shifted_state.diagnose(made.subject)
+    assert found is not None and 0 < found.layouts < whole.layouts and found.undecided
+    damages = list(shifted_state.detect(made.subject, found))
+    assert damages and all(damage.grave and "is not sure" in damage.message for damage in damages)
+    assert {damage.mends[:11] for damage in damages} == {"not mended:"}
+    with pytest.raises(UnsupportedError, match=r"not all layouts .* could be tried"):
+        list(shifted_state.repair(made.subject, found))
+
+
+def test_what_an_unfinished_search_found_is_told_and_not_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = simulate(*CASES[1], np.random.default_rng(1))
+
+    def cut_short(*args: object, **options: object) -> Search:
+        found = search(*args, **options)  # type: ignore[arg-type]
+        return Search(found.solutions, complete=False)
+
+    search = shifted_state.search
+    monkeypatch.setattr(shifted_state, "search", cut_short)
+    found = shifted_state.diagnose(made.subject)
+    assert found is not None and found.undecided and found.affected
+    with pytest.raises(UnsupportedError):
+        next(shifted_state.repair(made.subject, found))
+
+
+def three_norms(listed: list[int]) -> Simulated:
+    """A large param that fills a bucket, and three norms behind it whose weights are all 1: several orders fit.
+
+    ``listed``: the places of the params in the file's listing, which may be others than in the buffer.
+    """
+    rng = np.random.default_rng(6)
+    sizes, tail = (1000, 64, 64, 64), 24
+    truth: dict[tuple[int, str], np.ndarray] = {}
+    stored: dict[tuple[int, str], np.ndarray] = {}
+    for slot in SLOTS:
+        parts = [rng.standard_normal(n).astype(np.float32) for n in sizes]
+        if slot == SLOTS[0]:
+            parts[1:] = [(part * np.float32(1e-5) + 1).astype(np.float32) for part in parts[1:]]
+        compact = np.concatenate([*parts, np.zeros(tail, np.float32)])
+        for i, (part, at) in enumerate(zip(parts, (0, 1024, 1088, 1152), strict=True)):
+            truth[i, slot], stored[i, slot] = part, compact[at : at + len(part)]
+    names = ("m.w.weight", "m.a.weight", "m.b.weight", "m.c.weight")
+    pieces = [Piece(Box((0,), (n,)), 0, at) for n, at in zip(sizes, listed, strict=True)]
+    params = tuple(
+        SubjectParam(name, (n,), "bfloat16", False, (piece,))
+        for name, n, piece in zip(names, sizes, pieces, strict=True)
+    )
+    weights = {i: cast(truth[i, SLOTS[0]], "bfloat16") for i in range(4)}
+    values = MemoryValues(stored, weights)
+    dtypes = dict.fromkeys(SLOTS, "float32")
+    return Simulated(Subject("", "megatron:fully_reshardable", params, dtypes, values, 3, (3,)), truth, shifted=True)
+
+
+@pytest.mark.parametrize("listed", [[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0]])
+def test_the_listing_excludes_no_layout_that_fits(listed: list[int]) -> None:
+    made = three_norms(listed)
+    found = shifted_state.diagnose(made.subject)
+    assert found is not None and found.shifts == (0, 24)
+    assert found.lost == {1: ((0, 64),), 2: ((0, 64),), 3: ((0, 24),)}  # either may even be in its place, before w
+    assert wrong_after(made) == (0, 3 * (64 + 64 + 24))
+
+
+def test_what_jobs_divide_differently_is_lost_where_it_is_damaged() -> None:
+    params = tuple(SubjectParam(name, (8,), "bfloat16") for name in "xy")
+    subject = Subject("", "megatron:fully_reshardable", params, {}, MemoryValues({}, {}))
+    whole, halves = Box((0,), (8,)), (Box((0,), (4,)), Box((4,), (4,)))
+    x = shifted_state._Part("x", 0, (whole,))
+    one = shifted_state._Job((((x, shifted_state._Part("y", 1, (whole,))), True),))
+    two = shifted_state._Job((((x, *(shifted_state._Part("y", 1, (half,)) for half in halves)), True),))
+    shifted = Solution((Placed(0, 0, 0), Placed(1, 10, 8)), 2)
+    right = Solution(tuple(Placed(i, 0, 0) for i in range(3)), 0)
+    alone = shifted_state._agreed(subject, [(one, [Search([shifted])])], 0)
+    assert alone is not None and alone.lost == {1: ((0, 2),)}
+    both = shifted_state._agreed(subject, [(one, [Search([shifted])]), (two, [Search([right])])], 0)
+    assert both is not None and both.lost == {1: ((0, 8),)} and both.affected == (1,)
+    assert shifted_state._agreed(subject, [(two, [Search([right])])], 0) is None
+
+
+@pytest.mark.parametrize("weight", [0x7FC0, 0x7FFF, 0xFFC1])
+def test_any_nan_of_the_weights_is_that_of_the_main_params(weight: int) -> None:
+    made = simulate(Model(), Job(bucket_size=2000), np.random.default_rng(1), fixed=True)
+    values: MemoryValues = made.subject.values  # type: ignore[assignment]
+    values.slots[0, SLOTS[0]][0, 0] = np.nan
+    values.weights[0][0, 0] = weight
+    assert shifted_state.diagnose(made.subject) is None
+    assert not shifted_state._wrong(made.subject, 0)

@@ -123,12 +123,11 @@ def _pieces(checkpoint: MegatronCheckpoint, part: MegatronPart) -> dict[int, lis
     if not isinstance(placement, BoxPlacement):
         return {}
     main = part.catalog.state.slot_index[MAIN_PARAM]
-    leading = {int(tensor.chunks[0]) for tensor in checkpoint.entries.tensors.values() if len(tensor.chunks)}
     writer = checkpoint.entries.chunks.writer
     pieces: dict[int, list[Piece]] = {}
     for piece in placement.pieces:
         if piece.slot == main and piece.start == 0 and piece.size == piece.box.size:
-            row = Piece(piece.box, int(writer[piece.chunk]), piece.chunk, piece.chunk in leading)
+            row = Piece(piece.box, int(writer[piece.chunk]), piece.chunk)
             pieces.setdefault(piece.param, []).append(row)
     return pieces
 
@@ -377,6 +376,14 @@ def mend(
         kinds = ", ".join(sorted({finding.kind for finding in diagnosis.findings}))
         raise UnsupportedError(
             "nothing that was found can be mended", file=path, found=kinds, hint="restore an earlier checkpoint"
+        )
+    undecided = [name for name, found in diagnosis.examinations.items() if found.shift and found.shift.undecided]
+    if undecided:
+        raise UnsupportedError(
+            "the damage cannot be mended: not all layouts that the state may have had could be tried",
+            file=path,
+            found=f"part {undecided[0]!r}" if undecided[0] else None,
+            hint="restore an earlier checkpoint",
         )
     lost = sum(found.shift.lost_count for found in diagnosis.examinations.values() if found.shift is not None)
     if lost and not zero_lost_moments:

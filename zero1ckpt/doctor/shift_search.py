@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import gcd, inf
 from typing import Any
 
@@ -127,16 +126,14 @@ def search(
     walk: Walk,
     *,
     size_closes: bool,
-    chains: Sequence[Sequence[int]] = (),
     most_states: int = 100_000,
     most_solutions: int = 64,
 ) -> Search:
     """All layouts of one buffer under which every stored element is what it should be. Pure.
 
-    ``size_closes``: whether buckets end at a size too, and not only at params with a bucket of their own. ``chains``:
-    units that are known to follow each other in the buffer, not always at once.
+    ``size_closes``: whether buckets end at a size too, and not only at params with a bucket of their own.
     """
-    layer = _Layer(units, size_closes, chains)
+    layer = _Layer(units, size_closes)
     found = Search()
     stack: list[_State | _Left] = [_State(walk)]
     futile: set[object] = set()
@@ -241,12 +238,8 @@ _MOST_RULES = 20_000
 class _Layer:
     """Lays one param more, in every way that the rule and the stored values admit."""
 
-    def __init__(self, units: Sequence[Unit], size_closes: bool, chains: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, units: Sequence[Unit], size_closes: bool) -> None:
         self.units = units
-        self.before = dict.fromkeys(range(len(units)), 0)
-        for chain in chains:
-            for earlier, later in pairwise(chain):
-                self.before[later] |= 1 << earlier
         self.size_closes = size_closes
         self.all = (1 << len(units)) - 1
         self.shifts: dict[int, int] = {}
@@ -257,8 +250,6 @@ class _Layer:
 
     def next(self, state: _State) -> Iterator[_State]:
         for unit, walk in state.walk.next():
-            if self.before[unit] & ~state.placed:
-                continue
             for opened in self._ends(state, unit):
                 laid = self._lay(opened, unit, walk)
                 if laid is not None:

@@ -27,17 +27,20 @@ from itertools import pairwise, product
 import numpy as np
 
 from ..core.boxes import Box
-from .casts import cast, widen
+from ..core.errors import UnsupportedError
+from .casts import cast, one_nan, widen
 from .module_order import walk, without_fused_names
-from .shift_search import Placed, Solution, Unit, search
+from .shift_search import Placed, Search, Solution, Unit, search
 from .subject import Array, Damage, Subject, ranges, some_ranges
 
 __all__ = ["KIND", "Mended", "ShiftDiagnosis", "detect", "diagnose", "repair", "unexplained"]
 
 KIND = "shifted_state"
 _MAIN = "fp32_param"
-_MOST_STATES = (3_000, 20_000)
-"""Of a search: a job that did not hold the params so costs as much as is allowed, the right one as a rule little."""
+_MOST_STATES = (3_000, 20_000, 100_000)
+"""Of a search, and of that of jobs that were not decided with less."""
+_MOST = 256
+"""Layouts of one buffer; with more of them it is not decided."""
 _ONE_CUT = ("linear_proj.weight", "linear_fc2.weight", "word_embeddings.weight")
 """Keys that tensor parallelism cuts once; others may be cut into two halves each, or not at all."""
 _EXPERTS = "experts."
@@ -58,6 +61,10 @@ class _Part:
     boxes: tuple[Box, ...]
     stored: bool = True
     shared: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(box.size for box in self.boxes)
 
     def gather(self, values: Array) -> Array:
         return np.concatenate([values[box.slices].reshape(-1) for box in self.boxes])
@@ -106,6 +113,7 @@ class ShiftDiagnosis:
 
     ``runs``: for each damaged part, by place in ``parts``. ``layouts``: how many fit; what they do not agree on counts
     as lost. ``wrong`` counts elements of one slot that are not where they should be, the lost ones among them.
+    ``undecided``: jobs of which not all layouts could be tried. Then another may fit as well, and nothing is mended.
     """
 
     parts: tuple[_Part, ...]
@@ -115,6 +123,7 @@ class ShiftDiagnosis:
     wrong: int
     lost: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     affected: tuple[int, ...] = ()
+    undecided: int = 0
 
     @property
     def lost_count(self) -> int:
@@ -150,6 +159,8 @@ def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damag
         gone = (
             f"; lost are {count} of {param.numel}: {some_ranges(lost)}" if lost else "; all of it lies in other places"
         )
+        if diagnosis.undecided:
+            gone = "; where each element lies is not sure"
         yield Damage(
             KIND,
             f"{param.name}: state is stored in the wrong place (Megatron-LM #5077){gone}",
@@ -157,27 +168,41 @@ def detect(subject: Subject, diagnosis: ShiftDiagnosis | None) -> Iterator[Damag
             subject.part,
             param.name,
             None,
-            lost[0] if len(lost) == 1 else None,
+            lost[0] if len(lost) == 1 and not diagnosis.undecided else None,
             None,
-            f"{diagnosis.wrong} elements of each slot are wrong: {diagnosis.wrong - diagnosis.lost_count} are put "
-            f"back, {diagnosis.lost_count} are lost: main params of these come from the weights, moments do not",
+            _mends(diagnosis),
         )
+
+
+def _mends(diagnosis: ShiftDiagnosis) -> str:
+    if diagnosis.undecided:
+        return f"not mended: {diagnosis.undecided} ways of dividing the params have too many layouts to try them all"
+    return (
+        f"{diagnosis.wrong} elements of each slot are wrong: {diagnosis.wrong - diagnosis.lost_count} are put "
+        f"back, {diagnosis.lost_count} are lost: main params of these come from the weights, moments do not"
+    )
 
 
 def diagnose(subject: Subject) -> ShiftDiagnosis | None:
     """The layout by which stored main params equal the weights, where they do not as they stand; None without one.
 
-    Reads all main params, and the moments of what is damaged. Holds the weights of one buffer at a time.
+    Every job is searched to its end, with a larger budget for those that need it. What fits is told even where some
+    are not, but then no element is taken for known (``ShiftDiagnosis.undecided``). Reads all main params, and the
+    moments of what is damaged. Holds the weights of one buffer at a time.
     """
     if not any(_wrong(subject, i) for i in range(len(subject.params))):
         return None
-    jobs = list(_jobs(subject))
+    solver = _Solver(subject)
+    pending, found = list(_jobs(subject)), []
     for most_states in _MOST_STATES:
-        solved = [(job, _solve(subject, job, most_states)) for job in jobs]
-        found = [(job, solutions) for job, solutions in solved if solutions is not None]
-        if found:
-            return _agreed(subject, found)
-    return None
+        solved = [(job, solver.solve(job, most_states)) for job in pending]
+        found += [(job, buffers) for job, buffers in solved if _fits(buffers) and _decided(buffers)]
+        open_ = [(job, buffers) for job, buffers in solved if not _decided(buffers)]
+        pending = [job for job, _ in open_]
+        if not pending:
+            break
+    fitting = found or [(job, buffers) for job, buffers in open_ if _fits(buffers)]
+    return _agreed(subject, fitting, len(pending)) if fitting else None
 
 
 def unexplained(subject: Subject) -> Iterator[Damage]:
@@ -195,42 +220,64 @@ def _wrong(subject: Subject, param: int) -> bool:
     values, weight = subject.values.slot(param, _MAIN), subject.values.weight(param)
     if values is None or weight is None or values.dtype != np.float32:
         return False
-    return not np.array_equal(cast(values, subject.params[param].dtype), weight)
+    dtype = subject.params[param].dtype
+    return not np.array_equal(cast(values, dtype), one_nan(weight, dtype))
 
 
-def _solve(subject: Subject, job: _Job, most_states: int) -> list[list[Solution]] | None:
-    """All layouts of each buffer of a job; None where one has none, or too many to see all."""
-    solved = []
-    for parts, size_closes in job.buffers:
-        units = [_unit(subject, part) for part in parts]
+def _fits(buffers: Sequence[Search]) -> bool:
+    return all(found.solutions for found in buffers)
+
+
+def _decided(buffers: Sequence[Search]) -> bool:
+    """Whether all layouts of a job are known; of one that does not fit, a buffer that has none is enough."""
+    return all(found.complete for found in buffers) or any(found.complete and not found.solutions for found in buffers)
+
+
+class _Solver:
+    """All layouts of the buffers of jobs. Jobs share buffers: what was searched to its end is kept."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._known: dict[tuple[tuple[_Part, ...], bool], tuple[int, Search]] = {}
+
+    def solve(self, job: _Job, most_states: int) -> list[Search]:
+        """What was found for each buffer, up to the first that no layout explains."""
+        solved = []
+        for buffer in job.buffers:
+            solved.append(self._buffer(buffer, most_states))
+            if _decided(solved) and not _fits(solved):
+                break
+        return solved
+
+    def _buffer(self, buffer: tuple[tuple[_Part, ...], bool], most_states: int) -> Search:
+        budget, known = self._known.get(buffer, (0, Search(complete=False)))
+        if not known.complete and budget < most_states:
+            known = self._search(*buffer, most_states)
+            self._known[buffer] = most_states, known
+        return known
+
+    def _search(self, parts: tuple[_Part, ...], size_closes: bool, most_states: int) -> Search:
+        units = [_unit(self.subject, part) for part in parts]
         if any(unit is None for unit in units):
-            return None
-        solutions = _layouts([unit for unit in units if unit is not None], parts, subject, size_closes, most_states)
-        if not solutions:
-            return None
-        solved.append(solutions)
-    return solved
+            return Search(complete=False)  # without the weights, nothing can be said
+        return _layouts([unit for unit in units if unit is not None], parts, self.subject, size_closes, most_states)
 
 
 def _layouts(
     units: Sequence[Unit], parts: Sequence[_Part], subject: Subject, size_closes: bool, most_states: int
-) -> list[Solution] | None:
+) -> Search:
+    """Layouts in whatever order: the listing tells which to try first, and excludes none."""
     if all(unit.right for unit in units):
-        return [Solution(tuple(Placed(i, 0, 0) for i in range(len(units))), 0)]
-    hints = _Hints(subject, parts)
-    for chains in (hints.chains, ()):
-        found: list[Solution] = []
-        for names in _namings([part.name for part in parts]):
-            result = search(
-                units, walk(names, hints.preferred), size_closes=size_closes, chains=chains, most_states=most_states
-            )
-            if not result.complete:
-                return None
-            found += result.solutions
-        if found:
-            least = min(hints.against(solution) for solution in found)
-            return [solution for solution in found if hints.against(solution) == least]
-    return None
+        return Search([Solution(tuple(Placed(i, 0, 0) for i in range(len(units))), 0)])
+    preferred = _preferred(subject, parts)
+    found = Search()
+    for names in _namings([part.name for part in parts]):
+        result = search(
+            units, walk(names, preferred), size_closes=size_closes, most_states=most_states, most_solutions=_MOST
+        )
+        found.solutions += [one for one in result.solutions if one not in found.solutions]
+        found.complete &= result.complete
+    return found
 
 
 def _namings(names: Sequence[str]) -> list[list[str]]:
@@ -247,41 +294,28 @@ def _unit(subject: Subject, part: _Part) -> Unit | None:
         return None
     dtype = subject.params[part.param].dtype
     if not part.stored:
-        return Unit(part.name, part.gather(weight), shared=part.shared)
+        return Unit(part.name, one_nan(part.gather(weight), dtype), shared=part.shared)
     slots = [subject.values.slot(part.param, slot) for slot in subject.slots]
     main = subject.values.slot(part.param, _MAIN)
     if main is None:
         return None
     occupied = np.logical_or.reduce([part.gather(values) != 0 for values in slots if values is not None])
-    return Unit(part.name, part.gather(weight), part.gather(cast(main, dtype)), occupied, part.shared)
+    bits = one_nan(part.gather(weight), dtype)
+    return Unit(part.name, bits, part.gather(cast(main, dtype)), occupied, part.shared)
 
 
-class _Hints:
-    """What the listing of the file says of the order: a rank's keys are listed in the order of its buffer.
+def _preferred(subject: Subject, parts: Sequence[_Part]) -> dict[int, float]:
+    """The order in which parts are likely to lie: a rank's keys are listed in the order of its buffer.
 
     Of each key only the first box tells: the others stand behind it whatever their place in the buffer.
     """
-
-    def __init__(self, subject: Subject, parts: Sequence[_Part]) -> None:
-        rows: dict[int, list[tuple[int, int]]] = {}
-        loose: dict[int, float] = {}
-        for i, part in enumerate(parts):
-            boxes = set(part.boxes)
-            pieces = [piece for piece in subject.params[part.param].pieces if piece.box in boxes]
-            for piece in pieces[:1] if part.stored else ():
-                loose[i] = float(piece.order)
-                if piece.leading and piece.writer >= 0:
-                    rows.setdefault(piece.writer, []).append((piece.order, i))
-        self.chains = [[i for _, i in sorted(chain)] for chain in rows.values()]
-        self.preferred = {i: loose.get(i, 0.0) for i in range(len(parts))}
-
-    def against(self, solution: Solution) -> int:
-        """How many neighbours of the listing stand the other way round, of those that are not in their place."""
-        place = {placed.unit: at for at, placed in enumerate(solution.placed)}
-        shifted = {placed.unit for placed in solution.placed if placed.shift}
-        return sum(
-            place[a] > place[b] for chain in self.chains for a, b in pairwise(chain) if a in shifted or b in shifted
-        )
+    found = dict.fromkeys(range(len(parts)), 0.0)
+    for i, part in enumerate(parts):
+        boxes = set(part.boxes)
+        pieces = [piece for piece in subject.params[part.param].pieces if piece.box in boxes]
+        if pieces and part.stored:
+            found[i] = float(pieces[0].order)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------- who held which params
@@ -439,38 +473,58 @@ def _expert_parts(
 # ------------------------------------------------------------------------------------------------------- what was found
 
 
-def _agreed(subject: Subject, found: Sequence[tuple[_Job, list[list[Solution]]]]) -> ShiftDiagnosis | None:
+def _agreed(subject: Subject, found: Sequence[tuple[_Job, Sequence[Search]]], undecided: int) -> ShiftDiagnosis | None:
     """What all layouts that fit say alike."""
-    parts: dict[Source, int] = {}
-    table: list[_Part] = []
+    table = list(dict.fromkeys(_source(part) for job, _ in found for part in _stored(job)))
+    number = {source: i for i, source in enumerate(table)}
     runs: dict[int, _Runs] = {}
     shifts: set[int] = set()
     layouts = 0
-    for job, _ in found:
-        for part in (part for group, _ in job.buffers for part in group if part.stored):
-            if (part.param, part.boxes) not in parts:
-                parts[part.param, part.boxes] = len(table)
-                table.append(part)
     for job, solved in found:
-        for (group, _), solutions in zip(job.buffers, solved, strict=True):
-            numbers = [parts.get((part.param, part.boxes), -1) if part.stored else -1 for part in group]
-            for solution in solutions:
+        for (group, _), own in zip(job.buffers, solved, strict=True):
+            numbers = [number[_source(part)] if part.stored else -1 for part in group]
+            for solution in own.solutions:
                 layouts += 1
                 shifts |= {place.shift for place in solution.placed}
                 for unit, mine in _solution_runs(group, numbers, solution).items():
                     runs[unit] = runs[unit].kept(mine) if unit in runs else mine
-    damaged = {i: mine for i, mine in runs.items() if not _in_place(i, mine, table[i])}
+    parts = tuple(_Part(subject.params[param].name, param, boxes) for param, boxes in table)
+    damaged = {i: mine for i, mine in runs.items() if not _in_place(i, mine, parts[i])}
+    _forget(damaged, parts, [{number[_source(part)] for part in _stored(job)} for job, _ in found])
     if not damaged:
         return None
-    lost = _lost(subject, table, damaged)
-    affected = tuple(sorted({table[i].param for i in damaged}))
-    wrong = sum(sum(box.size for box in table[i].boxes) - _right(i, mine) for i, mine in damaged.items())
-    return ShiftDiagnosis(tuple(table), damaged, layouts, tuple(sorted(shifts)), wrong, lost, affected)
+    lost = _lost(subject, parts, damaged)
+    affected = tuple(sorted({parts[i].param for i in damaged}))
+    wrong = sum(parts[i].numel - _right(i, mine) for i, mine in damaged.items())
+    return ShiftDiagnosis(parts, damaged, layouts, tuple(sorted(shifts)), wrong, lost, affected, undecided)
+
+
+def _stored(job: _Job) -> Iterator[_Part]:
+    return (part for group, _ in job.buffers for part in group if part.stored)
+
+
+def _source(part: _Part) -> Source:
+    return part.param, part.boxes
+
+
+def _forget(damaged: dict[int, _Runs], parts: Sequence[_Part], jobs: Sequence[set[int]]) -> None:
+    """Of a damaged param that jobs divide differently, all counts as lost: their ranges cannot be compared."""
+    of_param = [{i: parts[i].param for i in own} for own in jobs]
+    for param in {parts[i].param for i in damaged}:
+        divisions = [frozenset(i for i, p in own.items() if p == param) for own in of_param]
+        if len(set(divisions)) == 1:
+            continue
+        for i in frozenset().union(*divisions):
+            damaged.pop(i, None)
+        damaged.update(dict.fromkeys(divisions[0], _NOTHING))
+
+
+_NOTHING = _Runs(*np.empty((4, 0), np.int64))
 
 
 def _solution_runs(group: Sequence[_Part], numbers: Sequence[int], solution: Solution) -> dict[int, _Runs]:
     """Where the elements of each stored part lie. What several places show is taken from the first."""
-    sizes = [sum(box.size for box in part.boxes) for part in group]
+    sizes = [part.numel for part in group]
     placed = solution.placed
     if not solution.damaged:
         return {numbers[p.unit]: _whole(numbers[p.unit], sizes[p.unit]) for p in placed if numbers[p.unit] >= 0}
@@ -504,7 +558,7 @@ def _right(number: int, runs: _Runs) -> int:
 
 
 def _in_place(number: int, runs: _Runs, part: _Part) -> bool:
-    return _right(number, runs) == sum(box.size for box in part.boxes)
+    return _right(number, runs) == part.numel
 
 
 def _lost(
@@ -514,7 +568,7 @@ def _lost(
     masks: dict[int, Array] = {}
     for i, runs in damaged.items():
         part = table[i]
-        gone = np.ones(sum(box.size for box in part.boxes), np.bool_)
+        gone = np.ones(part.numel, np.bool_)
         for start, size in zip(runs.start, runs.size, strict=True):
             gone[start : start + size] = False
         mask = masks.setdefault(part.param, np.zeros(subject.params[part.param].shape, np.bool_))
@@ -528,8 +582,15 @@ def _lost(
 def repair(subject: Subject, diagnosis: ShiftDiagnosis) -> Iterator[Mended]:
     """Every damaged (param, slot) as it should be: put back, main params from the weights where lost, else zero.
 
-    Whether lost moments may be zero is for the caller to ask.
+    Whether lost moments may be zero is for the caller to ask. Raises ``UnsupportedError`` where it is not decided
+    which layout it was.
     """
+    if diagnosis.undecided:
+        raise UnsupportedError(
+            "the damage cannot be mended: not all layouts that the state may have had could be tried",
+            found=f"{diagnosis.layouts} that fit, and {diagnosis.undecided} ways of dividing the params left undecided",
+            hint="restore an earlier checkpoint",
+        )
     for slot in subject.slots:
         for index in diagnosis.affected:
             values = subject.values.slot(index, slot)
@@ -548,7 +609,7 @@ def repair(subject: Subject, diagnosis: ShiftDiagnosis) -> Iterator[Mended]:
 
 def _put_back(subject: Subject, diagnosis: ShiftDiagnosis, number: int, runs: _Runs, slot: str, into: Array) -> int:
     part = diagnosis.parts[number]
-    flat = np.zeros(sum(box.size for box in part.boxes), into.dtype)
+    flat = np.zeros(part.numel, into.dtype)
     for source, at, start, size in zip(runs.source, runs.at, runs.start, runs.size, strict=True):
         other = diagnosis.parts[source]
         values = subject.values.slot(other.param, slot)

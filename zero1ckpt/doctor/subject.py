@@ -52,12 +52,11 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a param that one rank wrote. ``order``: place in the file's listing; ``leading``: first of its key."""
+    """A box of a param that one rank wrote. ``order``: place in the file's listing."""
 
     box: Box
     writer: int = -1
     order: int = 0
-    leading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
