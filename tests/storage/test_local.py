@@ -184,6 +184,6 @@ def test_a_small_file_is_replaced_as_a_whole_or_not_at_all(work):
         if name == "fsync":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(OutputError, match="x.json: cannot be written"), calls(fail):
+    with pytest.raises(OutputError, match=r"x\.json: cannot be written"), calls(fail):
         local.replace_file(work / "x.json", b"three")
     assert [p.name for p in work.iterdir()] == ["x.json"] and (work / "x.json").read_bytes() == b"two"

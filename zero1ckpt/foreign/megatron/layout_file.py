@@ -277,7 +277,7 @@ def describe_optimizer(optimizer: Any, model: Any) -> list[dict[str, Any]]:
 
 
 def write_layout(path: str | Path, rows: Iterable[Sequence[Mapping[str, Any]] | None]) -> None:
-    """Writes what all ranks described; each group once; a file of that name is replaced at once. Raises ``OutputError``,
+    """Writes what all ranks described, each group once, in place of a file of that name. Raises ``OutputError``,
     ``CorruptError``.
     """
     groups: dict[tuple[int, int], LayoutGroup] = {}
