@@ -45,6 +45,7 @@ from zero1ckpt.model.manifest import FormatOptions  # noqa: E402
 
 HOME = ROOT / "formats"
 SHARDS, WHOLE, SLICES = "bucket_shards", "fully_reshardable", "fully_sharded_model_space"
+ZARR, TORCH_DIST = f"{WHOLE}/zarr", f"{WHOLE}/torch_dist"
 State = dict[str, dict[str, torch.Tensor]]
 Params = dict[str, dict[str, Any]]
 
@@ -299,7 +300,13 @@ def cut_params(path: Path, **into: str) -> None:
     zero1ckpt.write(path, state, dp_size=2, groups=[{"lr": 0.001}], step=2, **into)
 
 
-INTO = {SHARDS: {"format": SHARDS}, WHOLE: {"format": WHOLE}, SLICES: {"format": SLICES}}
+INTO = {
+    SHARDS: {"format": SHARDS},
+    WHOLE: {"format": WHOLE},
+    SLICES: {"format": SLICES},
+    ZARR: {"format": WHOLE, "container": "zarr"},
+    TORCH_DIST: {"format": WHOLE, "container": "torch_dist"},
+}
 """How to write what lies below a folder of ``formats/``; a format's other containers have folders in the format's."""
 VECTORS: dict[str, tuple[Callable[..., None], ...]] = {
     SHARDS: (
@@ -453,6 +460,7 @@ class Flaw(NamedTuple):
     expect: tuple[Expect, ...]
 
 
+VECTORS[ZARR] = VECTORS[TORCH_DIST] = (no_params, plain, tiny_params, absent_slots, other_dtypes, several_parts)
 BROKEN: dict[str, dict[str, Flaw]] = {home: {} for home in INTO}
 
 
@@ -1220,6 +1228,71 @@ def whole_tensor_cut(folder: Path) -> None:
 
     owner = next(rank for rank in range(3) if name.encode() in (folder / FACTORED(rank)).read_bytes())
     rewrite(folder, FACTORED(owner), cut)
+
+
+# ------------------------------------------------------------------------------------------- whole, other containers
+
+ZARR_DATA, ZARR_NODE = "fc.bias/exp_avg/c/0", "fc.bias/exp_avg/zarr.json"
+ARCHIVES, SIDECAR = "__0_0.distcp", "__0_0.distcp.checksums.json"
+
+
+def container_flaws(home: str, data: str, beside: str, at: int) -> None:
+    """Flaws that both containers can have. ``at``: a byte of the file ``data`` that is a value of fc.bias: exp_avg."""
+
+    def own(what: str, *expect: Expect) -> Callable[[Make], Make]:
+        return flaw(what, *expect, home=home)
+
+    @own(
+        "the last 5 bytes of a file of values are gone",
+        ("open", 4, [data, "truncated"]),
+        ("verify", 1, [data, "found", "expected"]),
+        ("reshard", 4, [data, "truncated"]),
+    )
+    def truncated_file(folder: Path) -> None:
+        (folder / data).write_bytes((folder / data).read_bytes()[:-5])
+
+    @own(
+        "a file of values is not there",
+        ("open", 3, [data, "missing"]),
+        ("verify", 1, [data, "missing"]),
+        ("reshard", 3, [data, "missing"]),
+    )
+    def missing_file(folder: Path) -> None:
+        (folder / data).unlink()
+
+    @own(
+        "one bit of a value; only reading the data finds it",
+        ("open", 0, []),
+        ("verify", 0, []),
+        ("verify --deep", 1, [data, "fc.bias", "exp_avg", "checksum"]),
+        ("reshard", 4, [data, "fc.bias", "exp_avg"]),
+    )
+    def flipped_bit_in_data(folder: Path) -> None:
+        flip(folder / data, at)
+
+    @own(
+        "a file beside the values is not there",
+        ("open", 3, [beside, "missing"]),
+        ("verify", 1, [beside, "missing"]),
+    )
+    def missing_file_beside(folder: Path) -> None:
+        (folder / beside).unlink()
+
+    @own("one bit of a file beside the values", ("open", 0, []), ("verify", 1, [beside]), ("reshard", 4, [beside]))
+    def flipped_bit_beside(folder: Path) -> None:
+        flip(folder / beside, 20)
+
+    @own(
+        "a param's shape is larger than its file; the manifest's digest agrees",
+        ("open", 4, ["manifest.json"]),
+        ("verify", 4, ["manifest.json"]),
+    )
+    def shape_too_large(folder: Path) -> None:
+        reseal(folder, ('"name":"fc.bias","shape":[6]', '"name":"fc.bias","shape":[60]'))
+
+
+container_flaws(ZARR, ZARR_DATA, ZARR_NODE, -3)
+container_flaws(TORCH_DIST, ARCHIVES, SIDECAR, 5747)
 
 
 def make_broken(own: Flaw, folder: Path, vectors: Path) -> None:
