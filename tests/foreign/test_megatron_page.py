@@ -40,6 +40,7 @@ def test_every_command_runs(
     toy, gpt = corpus("v0161_toy_dp2_b2500"), corpus("v0140_gpt_tp2_dp2_b1")
     shutil.copytree(toy / "dp_reshardable", tmp_path / "run")
     shutil.copytree(toy / "fully_reshardable", tmp_path / "damaged")
+    shutil.copytree(toy / "legacy_torch", tmp_path / "legacy")
     shutil.copytree(gpt / "fully_sharded_model_space", tmp_path / "old")
     for kind, body in BLOCKS:
         if kind not in ("shell", "damaged"):
