@@ -481,6 +481,19 @@ def test_what_the_table_does_not_know_is_refused(
     assert refused.value.exit_code == 5
 
 
+def test_dense_layers_beside_such_of_experts_have_keys_of_their_own() -> None:
+    """As Megatron gives them wherever it mixes them; args that say that it does not are refused."""
+    dense = {"self_attention.linear_qkv.weight": (24, 8), "mlp.linear_fc1.weight": (6, 8)}
+    dense["mlp.linear_fc2.weight"] = (8, 6)
+    names = GPT | {f"decoder.layers.1.{name}": shape for name, shape in dense.items()}
+    keys = _keys(names)
+    expert = keys.spot(Seat(0, 0, 0), "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight")
+    assert (expert.key, expert.shape) == ("decoder.layers.0.mlp.experts.experts.linear_fc1.weight", (2, 6, 8))
+    assert keys.spot(Seat(0, 0, 0), "decoder.layers.1.mlp.linear_fc2.weight").shape == (8, 6)
+    with pytest.raises(zero1ckpt.Zero1CkptError, match="differ from each other"):
+        _keys(names, moe_layer_freq=1).spot(Seat(0, 0, 0), "decoder.layers.1.mlp.linear_fc2.weight")
+
+
 def test_norms_of_transformer_engine_keep_their_names() -> None:
     names = {f"decoder.layers.0.{n}": s for n, s in {
         "self_attention.linear_qkv.layer_norm_weight": (8,), "self_attention.linear_qkv.weight": (24, 8),

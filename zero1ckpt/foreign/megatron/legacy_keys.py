@@ -240,9 +240,15 @@ class Keys:
 
     @cached_property
     def _numbered(self) -> bool:
-        """Whether layers differ from each other as the args say, so that each has keys of its own."""
+        """Whether layers differ from each other as the args say, so that each has keys of its own.
+
+        Args without ``moe_layer_freq`` say nothing; then dense layers and such of experts in one model say it.
+        """
         values = [self.args.values.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
-        return any(isinstance(v, (list, tuple)) or (type(v) is int and v > 1) for v in values)
+        if any(isinstance(v, (list, tuple)) or (type(v) is int and v > 1) for v in values):
+            return True
+        experts = {any(rest == "mlp.router.weight" for _, _, rest in shapes) for shapes in self._by_layer.values()}
+        return "moe_layer_freq" not in self.args.values and len(experts) == 2
 
     @cached_property
     def _by_layer(self) -> Mapping[int, Mapping[tuple[int, int, str], tuple[int, ...]]]:

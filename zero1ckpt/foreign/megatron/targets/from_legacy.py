@@ -45,9 +45,10 @@ def with_global_keys(origin: Origin, layout: LayoutFile | None, *, by_key: bool)
     Raises ``UnsupportedError`` for what cannot be known, ``CorruptError``.
     """
     translation = _Translation(origin, tuple(_ranks(origin)), layout)
+    made = translation.made()
     if by_key:
         translation.check_names()
-    return translation.made()
+    return made
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
