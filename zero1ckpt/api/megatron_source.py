@@ -20,7 +20,7 @@ from ..core.errors import CorruptError, UnsupportedError
 from ..core.layout import Layout
 from ..core.ranges import IntColumn
 from ..encodings.inert_pickle import Dtype, EnumValue, GlobalRef, NumpyArray, Record, TensorRef, Value
-from ..foreign.megatron.model import MegatronCheckpoint
+from ..foreign.megatron.model import Doubt, MegatronCheckpoint
 from ..foreign.megatron.proving import prove
 from ..foreign.megatron.reading import describe as read_megatron
 from ..model.catalog import PIECE_BYTES, Catalog
@@ -243,6 +243,17 @@ def _check_known(stored: Stored) -> None:
             )
 
 
+def _check_doubts(stored: Stored) -> None:
+    assert stored.megatron is not None
+    for line in stored.megatron.notices:
+        if isinstance(line, Doubt):
+            raise UnsupportedError(
+                f"the state is not whole or not certain: {line}",
+                file=stored.path,
+                hint="take it as it is with --unproved",
+            )
+
+
 def check_readable(stored: Stored, part: str, name: str) -> None:
     """Raises ``UnsupportedError`` for a param of which it is not sure where it lies."""
     if stored.megatron is None:
@@ -264,7 +275,10 @@ def check_readable(stored: Stored, part: str, name: str) -> None:
 def check_proved(stored: Stored, *, unproved: bool = False) -> None:
     """Raises ``UnsupportedError`` that names the first param whose place is not proved, unless that is asked for."""
     _check_known(stored)
-    found = [] if unproved else list(unproved_params(stored))
+    if unproved:
+        return
+    _check_doubts(stored)
+    found = list(unproved_params(stored))
     if not found:
         return
     part, param, why = found[0]

@@ -34,6 +34,7 @@ from ..storage.staging import Area, Staging, refuse_existing, staged
 from .carrying import read_carried
 from .commit import check_space, window_bytes, workers_or_default
 from .megatron_source import check_proved, prove_map
+from .megatron_verification import prove_archives
 from .stored import Stored
 from .writing import make_rules, parse_bucket_size
 
@@ -273,6 +274,8 @@ def _proved(plan: MegatronPlan, progress: Progress | None) -> MegatronPlan:
     """The plan once the source's map is proved; the proof may settle the order of params, so it is planned anew."""
     if plan.stored.megatron is None:
         return plan
+    if plan.verify:  # a flipped bit would get a checksum of its own in the target
+        prove_archives(plan.stored, workers=plan.workers, window=plan.window_bytes)
     stored = prove_map(plan.stored, progress)
     check_proved(stored, unproved=plan.unproved)
     origin = _origin(stored, plan.layout_file, plan.unproved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -97,28 +97,28 @@ def _check_object(entries: Entries, key: str) -> Iterator[Finding]:
         yield Finding("unreadable", f"{key}: {error}", file=_relative(entries, error))
 
 
+_OWN_FILES = ("common.pt", "model_optim_rng.pt", "distrib_optim.pt")
+"""Files that Megatron saves as one archive; others that lie beside them are of any kind."""
+
 _Job = tuple[str, str, Callable[[], tuple[str, Archive]]]
 """Kind and key of an entry, and its file and archive."""
 
 
 def _check_archives(entries: Entries, result: Verification, threads: int, window: int) -> None:
-    """Reads every archive and compares its members' CRC-32.
-
-    torch can be told not to compute them: then all are wrong, and that is no damage.
-    """
-    wrong, checked = _wrong_archives(entries, threads, window)
-    if _none_computed(wrong, checked):
-        result.notices.append(Finding("no_checksums", "the checksums of all archives are wrong: none were computed"))
-    else:
-        result.findings += sorted(wrong, key=lambda finding: finding.message)
+    """Reads every archive and compares its members' CRC-32."""
+    wrong, without = _wrong_archives(entries, threads, window)
+    if without:
+        message = f"{without} archives state no checksums: torch was told not to compute them"
+        result.notices.append(Finding("no_checksums", message))
+    result.findings += sorted(wrong, key=lambda finding: finding.message)
 
 
 def prove_archives(stored: Stored, *, workers: int, window: int) -> None:
     """Raises ``CorruptError`` for the first entry whose bytes do not have their checksum. Reads all data."""
     assert stored.megatron is not None
     entries = stored.megatron.entries
-    wrong, checked = _wrong_archives(entries, workers, window)
-    if wrong and not _none_computed(wrong, checked):
+    wrong, _ = _wrong_archives(entries, workers, window)
+    if wrong:
         first = min(wrong, key=lambda finding: finding.message)
         file = entries.path if first.file is None else entries.store.label(first.file)
         more = f", nor do {len(wrong) - 1} other entries" if len(wrong) > 1 else ""
@@ -130,20 +130,23 @@ def prove_archives(stored: Stored, *, workers: int, window: int) -> None:
         )
 
 
-def _none_computed(wrong: Sequence[Finding], checked: int) -> bool:
-    return len(wrong) == checked > 1
+def _states_none(archive: Archive) -> bool:
+    """Whether an archive was written without checksums: torch then states 0 for every member."""
+    return all(member.crc == 0 for member in archive.members.values())
 
 
 def _wrong_archives(entries: Entries, threads: int, window: int) -> tuple[list[Finding], int]:
-    """What is found in archives, and how many could be read."""
+    """What is found in archives, and how many state no checksums."""
     wrong: list[Finding] = []
-    checked: list[str] = []
+    without: list[str] = []
 
     def work(job: _Job) -> None:
         kind, key, load = job
         try:
             file, archive = load()
-            checked.append(key)
+            if _states_none(archive):
+                without.append(key)
+                return
             for member in archive.members.values():
                 check_member(entries.store, file, member, window_bytes=window)
         except Zero1CkptError as error:
@@ -151,7 +154,7 @@ def _wrong_archives(entries: Entries, threads: int, window: int) -> tuple[list[F
             wrong.append(Finding("damaged_data", f"{key}: {error}", param=param, file=_relative(entries, error)))
 
     in_parallel(_archives(entries), work, threads)
-    return wrong, len(checked)
+    return wrong, len(without)
 
 
 def _archives(entries: Entries) -> Iterator[_Job]:
@@ -165,7 +168,7 @@ def _archives(entries: Entries) -> Iterator[_Job]:
         held.add(entries.object_place(key)[0])
         yield "object", key, partial(_of_object, entries, key)
     for path in entries.files:
-        if path.endswith(".pt") and path not in held:
+        if path.rpartition("/")[2] in _OWN_FILES and path not in held:
             yield "file", path, partial(_of_file, entries, path)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from zero1ckpt.foreign.megatron.model import MegatronCheckpoint, MegatronPart
+import zero1ckpt
+from zero1ckpt.core.errors import UnsupportedError
+from zero1ckpt.encodings.dcp_metadata import dump_metadata, parse_metadata
+from zero1ckpt.foreign.megatron.model import Doubt, MegatronCheckpoint, MegatronPart
 from zero1ckpt.foreign.megatron.proving import prove
 from zero1ckpt.foreign.megatron.reading import describe
 from zero1ckpt.foreign.megatron.weights import read_rows
@@ -104,3 +109,32 @@ def names_by_place(part: MegatronPart) -> dict[tuple[int, int, int], str]:
         for k, bucket in enumerate(buffer.buckets)
         for i in range(bucket.first, bucket.last)
     }
+
+
+def without(path: Path, part: str, tmp_path: Path) -> Path:
+    """A copy of an iteration whose metadata lacks the entries of one data-parallel group."""
+    target = tmp_path / "iter_0000003"
+    shutil.copytree(path, target)
+    metadata = parse_metadata((path / ".metadata").read_bytes())
+    left = {key: entry for key, entry in metadata.tensors.items() if f".{part}." not in key}
+    objects = {key: entry for key, entry in metadata.objects.items() if f".{part}." not in key}
+    (target / ".metadata").write_bytes(dump_metadata(replace(metadata, tensors=left, objects=objects)))
+    return target
+
+
+def test_a_group_that_is_missing_stops_a_conversion(corpus: Callable[..., Path], tmp_path: Path) -> None:
+    """Half of the state was gone, and what was left passed for all of it."""
+    path = without(corpus("v0161_gpt_tp2_dp2_b1", "dp_reshardable"), "dp_group_idx_1", tmp_path)
+    checkpoint = describe(path)
+    assert list(checkpoint.parts) == ["dp_group_idx_0"]
+    assert [line for line in checkpoint.notices if isinstance(line, Doubt)] == [
+        "the state of data-parallel group dp_group_idx_1 is missing"
+    ]
+    with pytest.raises(UnsupportedError, match="dp_group_idx_1 is missing"):
+        zero1ckpt.reshard(path, tmp_path / "out", to_dp=2, format="bucket_shards")
+
+
+def test_what_the_checkpoint_states_twice_is_not_guessed(corpus: Callable[..., Path]) -> None:
+    """All groups of the corpus are there, and none of its checkpoints is in doubt."""
+    for case, save in SAVES:
+        assert not [line for line in describe(corpus(case, save)).notices if isinstance(line, Doubt)], case

@@ -360,10 +360,13 @@ def test_copies_that_differ_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     with (source / "iter_0000003" / file).open("r+b") as open_file:
         open_file.seek(at + int(found.at[0]))
         open_file.write(b"\x01")
-    with pytest.raises(zero1ckpt.Zero1CkptError, match="different values") as refused:
+    with pytest.raises(zero1ckpt.Zero1CkptError, match="checksum of their archive") as refused:
         zero1ckpt.reshard(source, tmp_path / "made", format="megatron:fully_reshardable")
+    assert refused.value.exit_code == 4
+    with pytest.raises(zero1ckpt.Zero1CkptError, match="different values") as refused:
+        zero1ckpt.reshard(source, tmp_path / "made", format="megatron:fully_reshardable", verify=False)
     assert refused.value.exit_code == 5
-    zero1ckpt.reshard(source, tmp_path / "made", format="megatron:fully_reshardable", unproved=True)
+    zero1ckpt.reshard(source, tmp_path / "made", format="megatron:fully_reshardable", verify=False, unproved=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- the rules

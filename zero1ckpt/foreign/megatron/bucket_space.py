@@ -41,7 +41,8 @@ class PartOptions:
     """What the checkpoint says of a part beside its buckets.
 
     ``layers``: those that its pipeline stage has if stages are even, to be tried where nothing may be read;
-    ``assign_groups``: gives params groups.
+    ``assign_groups``: gives params groups. ``expert``: whether the optimizer is that of experts, which then have
+    data-parallel groups and buffers of their own; experts that are not spread over ranks lie among the other params.
     ``tied``: whether the model shares its embedding between pipeline stages. ``stated_bucket_size``: as the run's
     arguments give it; ``one_bucket``: whether they say that buffers have one bucket each.
     """
@@ -55,6 +56,7 @@ class PartOptions:
     stated_bucket_size: int | None = None
     one_bucket: bool | None = None
     layers: range | None = None
+    expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,10 +291,10 @@ def _assemble(
     found: Sequence[_Found],
     options: PartOptions,
 ) -> MegatronPart:
-    specs, places = _params(raw, all_units, found)
+    specs, places = _params(raw, all_units, found, options.expert)
     locals_ = _locals(raw, all_units, found, places, specs)
     buffers = tuple(_buffer(buffer, found) for buffer in raw.buffers)
-    layout, shared, _ = find_layout(entries, raw, buffers, locals_, options)
+    layout, shared, unruly = find_layout(entries, raw, buffers, locals_, options)
     locals_ = [replace(local, shared_embedding=i in shared) for i, local in enumerate(locals_)]
     flagged = {local.param for local in locals_ if local.shared_embedding}
     groups = options.assign_groups(specs)
@@ -305,6 +307,8 @@ def _assemble(
     state = PartState(params, slots, options.step, options.groups, absent=absent, loss_scale=options.loss_scale)
     placement = _placement(entries, raw, found, locals_, slots)
     catalog = Catalog(format, entries.container, name, state, None, placement)
+    if unruly:  # buckets that the layout rule does not make: order, which is the rule's, tells nothing
+        found = [row if row.is_sure else replace(row, ambiguous=True) for row in found]
     evidence = _evidence(found, all_units, locals_, params)
     return MegatronPart(name, catalog, tuple(locals_), layout, evidence, raw.chained, raw.group, options.pipeline_rank)
 
@@ -315,7 +319,7 @@ def _place_name(row: _Found) -> str:
 
 
 def _params(
-    raw: RawPart, all_units: Sequence[Unit], found: Sequence[_Found]
+    raw: RawPart, all_units: Sequence[Unit], found: Sequence[_Found], expert: bool
 ) -> tuple[list[ParamSpec], list[tuple[int, int]]]:
     """Params in registration order, and for each found stretch its param and the first element in it. Experts that lie
     on one axis are one param.
@@ -340,7 +344,7 @@ def _params(
         for i in rows:
             places[i] = (len(specs), at)
             at += found[i].stretch.numel
-        specs.append(ParamSpec(name, shape, dtype, grad, 0, unit is not None and unit.expert))
+        specs.append(ParamSpec(name, shape, dtype, grad, 0, expert and unit is not None and unit.expert))
     return specs, places
 
 

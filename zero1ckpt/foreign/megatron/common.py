@@ -89,6 +89,10 @@ class Args:
         return self.integer("num_layers")
 
     @property
+    def expert_tensor_parallel(self) -> int | None:
+        return self.integer("expert_tensor_parallel_size")
+
+    @property
     def num_experts(self) -> int | None:
         return self.integer("num_experts") or self.integer("num_moe_experts")
 

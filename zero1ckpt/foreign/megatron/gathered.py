@@ -27,7 +27,7 @@ from .content import Content
 from .entries import ChunkSource, Entries, Place, unwrapped
 from .frozen import with_lookalikes
 from .gathered_layout import PlacedParam, buckets_by_rule
-from .model import Buffer, Evidence, LocalParam, MegatronCheckpoint, MegatronPart
+from .model import Buffer, Doubt, Evidence, LocalParam, MegatronCheckpoint, MegatronPart, said_of
 from .model_space import model_keys
 from .raw_buckets import MAIN_FIELD, RawBucket, RawBuffer, RawField, RawPart
 from .weights import Unit, Weights, units
@@ -57,13 +57,13 @@ def read_gathered(entries: Entries, common: Common, options: Options, *, content
         raw = one.raw([_Cut()] * len(one.buffers))
         name = part_name(raw, len(gathered) == 1)
         told, said = options(raw)
-        notices += [f"{name}: {line}" if name else line for line in said]
+        notices += [said_of(name, line) for line in said]
         parts[name] = _Finder(entries, one, name, found_units, weights, told, common.args, content).part()
     if content:
         parts = with_lookalikes(parts, found_units, weights)
     steps = sorted({part.catalog.state.step for part in parts.values()})
     if len(steps) > 1:
-        notices.append(f"parts are at different steps: {', '.join(map(str, steps))}")
+        notices.append(Doubt(f"parts are at different steps: {', '.join(map(str, steps))}"))
     made = tuple(dict.fromkeys(notices))
     return MegatronCheckpoint(
         entries, FORMAT, entries.container, max(steps, default=0), common.iteration, parts, keys, made

@@ -20,6 +20,7 @@ from ...encodings.torch_archive import Archive
 from ...model.state import Group, LossScale, ParamSpec
 from ...storage.local import LocalStore
 from .entries import unwrapped
+from .model import Doubt
 
 __all__ = ["GroupSet", "archive_numbers", "assign_groups", "read_groups", "read_loss_scale"]
 
@@ -107,10 +108,10 @@ def _common_step(steps: Sequence[float | int | None], notices: list[str]) -> int
     """The one step of all groups. A group that states none does not count: it had no params on the saving rank."""
     stated = {step for step in steps if step is not None}
     if not stated:
-        notices.append("no optimizer group states its step")
+        notices.append(Doubt("no optimizer group states its step"))
         return None
     if len(stated) > 1:
-        notices.append(f"optimizer groups are at different steps: {', '.join(str(s) for s in sorted(stated))}")
+        notices.append(Doubt(f"optimizer groups are at different steps: {', '.join(str(s) for s in sorted(stated))}"))
         return None
     if None in steps:
         notices.append(f"group {steps.index(None)} states no step; the others are at {next(iter(stated))}")
@@ -196,12 +197,15 @@ def assign_groups(params: Sequence[ParamSpec], groups: Sequence[Group]) -> tuple
     """The group of each param by Megatron's rule, and a notice where that rule leaves more than one answer. Pure.
 
     The rule: a param is an expert's or not; it decays (``wd_mult`` not 0) unless it is a bias or has one dimension;
-    word embeddings and the output layer may have a learning rate of their own (``is_decoupled_lr``). Where it does not
-    decide, the likeliest group that is not ruled out is taken, and the notice says for which params.
+    word embeddings and the output layer are in the groups with a learning rate of their own (``is_decoupled_lr``),
+    where there are any. Where it does not decide, the likeliest group that is not ruled out is taken, and the notice
+    says for which params; it is a ``Doubt`` but for the norms of queries and keys, of which one choice is the default.
     """
     chosen, open_ = [], []
     for param in params:
         fitting = [i for i, group in enumerate(groups) if _fits(param, group, groups)]
+        apart = [i for i in fitting if groups[i].get("is_decoupled_lr", False)]
+        fitting = apart or fitting
         likely = [i for i in fitting if _is_plain(groups[i]) and _decays(groups[i]) != _without_decay(param)]
         chosen.append(min(likely or fitting, default=0))
         if len(fitting) != 1:
@@ -213,7 +217,8 @@ def _open_notice(names: Sequence[str], count: int, groups: Sequence[Group]) -> s
     if not names or len(groups) == 1:
         return None
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return (
+    kind = str if all(_is_qk_layernorm(name) for name in names) else Doubt
+    return kind(
         f"the file does not say which of its {len(groups)} optimizer groups holds each param, and Megatron's rule "
         f"leaves it open for {len(names)} of {count} ({shown})"
     )

@@ -50,7 +50,7 @@ def find_layout(
 def dp_size_of(entries: Entries, raw: RawPart) -> int | None:
     """The largest number of equal shards whose ends are edges of chunks, and for which there are writers."""
     buckets = [bucket for buffer in raw.buffers for bucket in buffer.buckets]
-    if not buckets:
+    if not buckets or (any(bucket.numel is None for bucket in buckets) and not entries.lenient):
         return None
     if all(len(bucket.edges) <= 2 for bucket in buckets) and any(b.numel_unpadded > BUCKET_ALIGN for b in buckets):
         return None  # a writer that made one chunk of each bucket: shards have left no trace

@@ -40,7 +40,7 @@ from .legacy_ranks import (
     open_ranks,
     world_runs,
 )
-from .model import Buffer, Evidence, KeyBox, LocalParam, MegatronCheckpoint, MegatronPart, PartLayout
+from .model import Buffer, Doubt, Evidence, KeyBox, LocalParam, MegatronCheckpoint, MegatronPart, PartLayout, said_of
 
 __all__ = ["open_legacy"]
 
@@ -64,7 +64,7 @@ def open_legacy(path: Path) -> MegatronCheckpoint:
     parts, notices = _Parts(entries, read, layer_offsets(names, ranks[0].args.num_layers, path)).all()
     steps = {part.catalog.state.step for part in parts}
     if len(steps) > 1:
-        notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
+        notices.append(Doubt(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}"))
     return MegatronCheckpoint(
         entries,
         FORMAT,
@@ -224,7 +224,7 @@ class _Builder:
         layout = self.layout(index)
         part = MegatronPart(name, catalog, locals_, layout, evidence, chained, group, self.one.rank.pp)
         lines = (*groups.notices, notice, self.left_out())
-        return part, [f"{name}: {line}" if name else line for line in lines if line]
+        return part, [said_of(name, line) for line in lines if line]
 
     def left_out(self) -> str | None:
         """Says which weights no buffer has: buffers of the model, and frozen params."""

@@ -11,7 +11,28 @@ from ...core.layout import BufferKey
 from ...model.catalog import Catalog
 from .entries import ChunkSource, Entries
 
-__all__ = ["Bucket", "Buffer", "Evidence", "KeyBox", "LocalParam", "MegatronCheckpoint", "MegatronPart", "PartLayout"]
+__all__ = [
+    "Bucket",
+    "Buffer",
+    "Doubt",
+    "Evidence",
+    "KeyBox",
+    "LocalParam",
+    "MegatronCheckpoint",
+    "MegatronPart",
+    "PartLayout",
+]
+
+
+class Doubt(str):
+    """A notice that stops a conversion: what would be written may not be what the run had."""
+
+    __slots__ = ()
+
+
+def said_of(part: str, line: str) -> str:
+    """A notice, or a doubt, with the part that it is about."""
+    return type(line)(f"{part}: {line}") if part else line
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,9 @@ def _sizes(entries: Entries, prefix: str) -> dict[tuple[int, str, str], tuple[in
             named = kinds if isinstance(kinds, tuple) and len(kinds) == 2 else (None, None)
             param, grad = named
             if isinstance(param, Dtype) and isinstance(grad, Dtype) and isinstance(sizes, list):
-                found[index, param.name, grad.name] = tuple(int(n) for n in sizes)
+                if not all(type(n) is int and n >= 0 for n in sizes):
+                    raise CorruptError("sizes of buckets are no numbers", file=entries.path, param=key, found=sizes[:4])
+                found[index, param.name, grad.name] = tuple(sizes)
     return found
 
 

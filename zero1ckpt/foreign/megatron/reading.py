@@ -17,8 +17,8 @@ from .entries import Entries
 from .folders import container_of
 from .frozen import with_lookalikes
 from .groups import GroupSet, archive_numbers, assign_groups, read_groups, read_loss_scale
-from .layout_file import LayoutFile, read_layout
-from .model import MegatronCheckpoint, MegatronPart
+from .layout_file import LayoutFile, LayoutGroup, read_layout
+from .model import Doubt, MegatronCheckpoint, MegatronPart, said_of
 from .model_space import SpaceOptions, model_keys, read_model_space
 from .raw_buckets import RawPart, read_raw_parts
 from .search import UnitTable
@@ -87,6 +87,11 @@ def _of_entries(entries: Entries, content: bool, layout: LayoutFile | None) -> M
     if common.sharding_type == "dp_zero_gather_scatter":
         from .zero_gather import read_zero_gather
 
+        if layout is not None:
+            raise UnsupportedError(
+                "a layout file is not used for this layout", file=entries.path, found=common.sharding_type
+            )
+
         return read_zero_gather(entries, common)
     raise UnsupportedError("unknown layout of the optimizer", file=entries.path, found=common.sharding_type)
 
@@ -131,7 +136,7 @@ def _chained_groups(entries: Entries, common: Common) -> tuple[GroupSet, tuple[s
     steps = {one.step for one in sets if one.step is not None}
     notices = [line for one in sets for line in one.notices]
     if len(steps) > 1:
-        notices.append(f"optimizers are at different steps: {', '.join(map(str, sorted(steps)))}")
+        notices.append(Doubt(f"optimizers are at different steps: {', '.join(map(str, sorted(steps)))}"))
     if not sets:
         notices.append("the checkpoint states no optimizer groups")
     step = next(iter(steps)) if len(steps) == 1 else (max(steps) if steps else common.iteration)
@@ -188,27 +193,60 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
     notices = list(common.notices)
     of_parts: dict[str, list[str]] = {}
     steps = set()
+    missing = _missing_groups(entries, common, raw_parts)
+    notices += missing
     for raw in raw_parts:
-        name = part_name(raw, len(raw_parts) == 1)
+        name = part_name(raw, len(raw_parts) == 1 and not missing)
         options, said = part_options(entries, common, raw, keys)
-        for line in said:
-            of_parts.setdefault(line, []).append(name)
         steps.add(options.step)
-        stated = None if layout is None else layout.group(raw.chained, raw.group)
+        stated = None if layout is None else _stated(layout, raw)
         parts[name] = read_part(
             entries, raw, name, format, found_units, weights, options, content=content, stated=stated, memo=memo
         )
+        state = parts[name].catalog.state
+        open_groups = assign_groups(state.params, state.groups)[1]
+        for line in (*said, *((open_groups,) if open_groups else ())):
+            of_parts.setdefault(line, []).append(name)
     if len(steps) > 1:
-        notices.append(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}")
+        notices.append(Doubt(f"parts are at different steps: {', '.join(map(str, sorted(steps)))}"))
     for line, names in of_parts.items():
         more = f" and {len(names) - 1} more parts" if len(names) > 1 else ""
-        notices.append(f"{names[0]}{more}: {line}" if names[0] else line)
+        notices.append(said_of(f"{names[0]}{more}" if names[0] else "", line))
     if content and layout is None:
         parts = with_lookalikes(parts, found_units, weights)
     notices += _unknown(parts)
     return MegatronCheckpoint(
         entries, format, entries.container, max(steps), common.iteration, parts, keys, tuple(dict.fromkeys(notices))
     )
+
+
+def _stated(layout: LayoutFile, raw: RawPart) -> LayoutGroup:
+    found = layout.group(raw.chained, raw.group)
+    if found is None:
+        raise UnsupportedError(
+            "the layout file says nothing of a data-parallel group of the checkpoint",
+            param=raw.prefix,
+            found=", ".join(group.label for group in layout.groups[:4]),
+            hint="give the layout file of the run that saved it",
+        )
+    return found
+
+
+def _missing_groups(entries: Entries, common: Common, raw_parts: Sequence[RawPart]) -> list[str]:
+    """Data-parallel groups that must be there and are not: numbers are without holes, and of the first optimizer there
+    is one for each model-parallel rank.
+    """
+    lines: list[str] = []
+    pipelines, tensors = _shard_grid(entries) or (common.args.pipeline_parallel, common.args.tensor_parallel)
+    for chained in sorted({raw.chained for raw in raw_parts}, key=lambda c: -1 if c is None else c):
+        groups = {raw.group for raw in raw_parts if raw.chained == chained}
+        least = (pipelines or 1) * (tensors or 1) if not chained else 1
+        lost = sorted(set(range(max(least, max(groups) + 1))) - groups)
+        if lost:
+            first = "" if chained is None else f"chained_{chained}."
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            lines.append(Doubt(f"the state of data-parallel group {first}dp_group_idx_{lost[0]}{more} is missing"))
+    return lines
 
 
 def _unknown(parts: Mapping[str, MegatronPart]) -> list[str]:
@@ -229,13 +267,17 @@ def part_options(
     if key is not None:
         found = _groups_of(entries, key)
     args = common.args
-    pipelines = args.pipeline_parallel or _pipelines(entries)
+    pipelines = args.pipeline_parallel or (_shard_grid(entries) or (1, 1))[0]
     untied = any(k.endswith("output_layer.weight") for k in keys)
 
     def assign(params: Sequence[ParamSpec]) -> Sequence[int]:
         return assign_groups(params, found.groups)[0]
 
-    stage = _pipeline_rank(raw, pipelines, args.tensor_parallel or _tensors(entries), args.expert_parallel or 1)
+    tensors = args.tensor_parallel or (_shard_grid(entries) or (1, 1))[1]
+    expert = any(group.get("is_expert_parallel") for group in found.groups) if key is not None else bool(raw.chained)
+    expert = expert and raw.chained is not None
+    ranks = (args.expert_tensor_parallel or tensors) * (args.expert_parallel or 1) if expert else tensors
+    stage = _pipeline_rank(raw, pipelines, ranks)
     options = PartOptions(
         found.groups,
         common.iteration or 0 if found.step is None else found.step,
@@ -246,6 +288,7 @@ def part_options(
         _stated_bucket_size(common),
         None if args.overlap_grad_reduce is None else not args.overlap_grad_reduce,
         _stage_layers(entries, keys, stage, pipelines),
+        expert,
     )
     return options, found.notices
 
@@ -266,25 +309,16 @@ def _stated_bucket_size(common: Common) -> int | None:
     return args.ddp_bucket_size or (default_bucket_size(args.data_parallel) if args.data_parallel else None)
 
 
-def _shard_grid(entries: Entries) -> tuple[int, int]:
-    """(pipeline, tensor) parallel sizes as the key of the RNG state says."""
+def _shard_grid(entries: Entries) -> tuple[int, int] | None:
+    """(pipeline, tensor) parallel sizes as the key of the RNG state says; None without one."""
     for key in entries.objects:
         found = re.fullmatch(r"rng_state/shard_\d+\.\d+_(\d+)\.(\d+)", key)
         if found is not None:
             return int(found[1]), int(found[2])
-    return 1, 1
+    return None
 
 
-def _pipelines(entries: Entries) -> int:
-    return _shard_grid(entries)[0]
-
-
-def _tensors(entries: Entries) -> int:
-    return _shard_grid(entries)[1]
-
-
-def _pipeline_rank(raw: RawPart, pipelines: int, tensors: int, experts: int) -> int | None:
-    """Groups are numbered over the model-parallel ranks, pipeline stages outermost; those of experts over theirs."""
-    ranks = tensors * (experts if raw.chained else 1)
+def _pipeline_rank(raw: RawPart, pipelines: int, ranks: int) -> int | None:
+    """Groups are numbered over the model-parallel ranks, ``ranks`` a pipeline stage, stages outermost."""
     stage = raw.group // max(ranks, 1)
     return stage if stage < pipelines else None
