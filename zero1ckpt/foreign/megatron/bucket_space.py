@@ -448,7 +448,7 @@ def _evidence(
         return tuple(dict.fromkeys(params[local.param].name for local, yes in zip(locals_, rows, strict=True) if yes))
 
     return Evidence(
-        "content",
+        "content" if all(row.is_sure for row in found) else "content and order",
         sum(param.numel for param in params),
         None,
         names([row.ambiguous for row in found]),

@@ -115,7 +115,8 @@ class Evidence:
     ``proved``: elements whose cast equals the model's weight. ``ambiguous``: params that another admissible map places
     elsewhere; ``unproved``: params whose cast differs from the weight, or that have no weight to compare with;
     ``unknown``: stretches of buckets that are no known param, by the name of their place.
-    ``by``: what the map follows from ("names" in model space, "order" stated by the file, "content", "layout file").
+    ``by``: what the map follows from: "names" in model space, "order" stated by the file, "content", "content and
+    order", "sizes and order" where no tensor was read, "layout file".
     """
 
     by: str

@@ -39,7 +39,7 @@ MAX_NODES = 600_000
 """Steps of the search after which it gives up, and what is not sure is ambiguous."""
 _NORM = re.compile(r"layer_norm_(weight|bias)$")
 _FIRST_IN_MODULE = {"weight": 0, "bias": 1}
-_PAIRS = {"q_layernorm": 0, "k_layernorm": 1, "q_norm": 0, "k_norm": 1, "enorm": 0, "hnorm": 1}
+_PAIRS = {"q_layernorm": 0, "k_layernorm": 1, "enorm": 0, "hnorm": 1}
 _SIBLINGS = {
     **_PAIRS,
     "input_layernorm": 0,
