@@ -228,6 +228,9 @@ def plan_export(
         own = weights_catalog(stored.megatron, split=True)
         if own.state.params:
             return _of_weights(stored, own, dtype, shard_size, part, tied or {})
+        from .megatron_source import check_known
+
+        check_known(stored)
     weights = [w for i, (catalog, _) in enumerate(sources) for w in _trained(stored, i, catalog, dtype)]
     model = file_catalog(stored, MODEL_FILE, {entry.name: entry.kind for entry in stored.manifest.model}, "buffer")
     if model is not None:
@@ -253,7 +256,13 @@ def _of_weights(
     _check_names(stored, weights)
     aliases = _aliases(stored, weights, tied)
     sources = ((own, stored.megatron.source),)
-    return Export(stored, sources, tuple(_shards(weights, shard_size, aliases)), aliases, dtype)
+    made = Export(stored, sources, tuple(_shards(weights, shard_size, aliases)), aliases, dtype)
+    for name, part_of in stored.megatron.parts.items():
+        if part_of.evidence.unknown:
+            where = f" of part {name}" if name else ""
+            count = len(part_of.evidence.unknown)
+            made.notices.append(f"{count} params{where} have state and no weight that is known: weights may be missing")
+    return made
 
 
 def _trained(stored: Stored, source: int, catalog: Catalog, dtype: str | None) -> Iterator[Weight]:

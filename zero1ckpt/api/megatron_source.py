@@ -38,7 +38,15 @@ from ..model.state import PartState
 from ..model.values import Json, encode_value, is_text
 from .stored import Stored
 
-__all__ = ["MegatronFormat", "check_proved", "describe_megatron", "plain", "prove_map", "unproved_params"]
+__all__ = [
+    "MegatronFormat",
+    "check_known",
+    "check_proved",
+    "describe_megatron",
+    "plain",
+    "prove_map",
+    "unproved_params",
+]
 
 _NOT_EXTRA = re.compile(r"optimizer|content_metadata|rng_state|model\d*")
 """Entries of the common state that are state, say how it lies, or are bound to a rank: they are carried."""
@@ -230,7 +238,7 @@ def unproved_params(stored: Stored) -> Iterator[tuple[str, str, str]]:
         )
 
 
-def _check_known(stored: Stored) -> None:
+def check_known(stored: Stored) -> None:
     """State that has no name goes nowhere, whatever is asked for."""
     assert stored.megatron is not None
     for name, part in stored.megatron.parts.items():
@@ -274,7 +282,7 @@ def check_readable(stored: Stored, part: str, name: str) -> None:
 
 def check_proved(stored: Stored, *, unproved: bool = False) -> None:
     """Raises ``UnsupportedError`` that names the first param whose place is not proved, unless that is asked for."""
-    _check_known(stored)
+    check_known(stored)
     if unproved:
         return
     _check_doubts(stored)

@@ -168,7 +168,7 @@ def parse_metadata(
 
 def _parse(top: Value, max_nodes: int) -> DcpMetadata:
     if not isinstance(top, Record) or type(top.get("state_dict_metadata")) is not dict:
-        raise CorruptError("the file is no metadata of torch.distributed.checkpoint", found=repr(top)[:100])
+        raise CorruptError("the file is no metadata of torch.distributed.checkpoint", found=_shown(top))
     located = _Located(top.get("storage_data"))
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, BytesEntry] = {}
@@ -181,7 +181,7 @@ def _parse(top: Value, max_nodes: int) -> DcpMetadata:
         elif kind == "BytesStorageMetadata":
             objects[key] = located.bytes_entry(key)
         else:
-            raise CorruptError("an entry of the metadata is of an unknown kind", param=key, found=repr(row)[:100])
+            raise CorruptError("an entry of the metadata is of an unknown kind", param=key, found=_shown(row))
     located.check_all_taken()
     extras = {name: value for name, value in top.fields.items() if name not in (*_FIELDS, _LEFT_OUT)}
     planned, version = top.get("planner_data"), top.get("version")
@@ -189,6 +189,13 @@ def _parse(top: Value, max_nodes: int) -> DcpMetadata:
     if version is not None and type(version) is not str:
         raise CorruptError("the metadata's version is not text")
     return DcpMetadata(tensors, objects, tuple(located.files), _paths(planned), version, extras)
+
+
+def _shown(value: Value) -> str:
+    """A value in a message. Of one that holds others only the type: sharing makes them endless, nesting too deep."""
+    if value is None or isinstance(value, (bool, str, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return ascii(value)[:100]
+    return type(value).__name__
 
 
 def _kind(row: Value) -> str | None:
@@ -209,7 +216,7 @@ class _Located:
         paths: set[str] = set()
         for index, info in table.items():
             if _kind(index) != "MetadataIndex" or type(info) is not Record or info.type.name != "_StorageInfo":
-                raise CorruptError("an entry of storage_data is of an unknown kind", found=repr(info)[:100])
+                raise CorruptError("an entry of storage_data is of an unknown kind", found=_shown(info))
             at = index.state
             self.by_key.setdefault(at["fqn"], []).append((at.get("offset"), info.state))
             path = info.state["relative_path"]
@@ -238,7 +245,9 @@ class _Located:
         """File, offset and length of one ``_StorageInfo``."""
         at, nbytes = state["offset"], state["length"]
         if type(at) is not int or type(nbytes) is not int or at < 0 or nbytes < 0:
-            raise CorruptError("a place in storage_data is malformed", param=key, found=f"{at!r:.40}, {nbytes!r:.40}")
+            raise CorruptError(
+                "a place in storage_data is malformed", param=key, found=f"{_shown(at)}, {_shown(nbytes)}"
+            )
         return self.files[state["relative_path"]], at, nbytes
 
     def check_all_taken(self) -> None:
@@ -249,13 +258,13 @@ class _Located:
 def _check_path(key: str, path: Value) -> None:
     """Files lie in the folder of the checkpoint."""
     if type(path) is not str or not path or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-        raise CorruptError("storage_data names a file outside of the checkpoint", param=key, found=repr(path)[:200])
+        raise CorruptError("storage_data names a file outside of the checkpoint", param=key, found=_shown(path))
 
 
 def _transforms(state: Value) -> tuple[str, ...]:
     names = state.get("transform_descriptors") or ()
     if type(names) not in (list, tuple) or not all(type(name) is str for name in names):
-        raise CorruptError("transforms in storage_data are malformed", found=repr(names)[:100])
+        raise CorruptError("transforms in storage_data are malformed", found=_shown(names))
     return tuple(names)
 
 
@@ -263,7 +272,7 @@ def _tensor_entry(key: str, state: Value, located: _Located) -> TensorEntry:
     shape, chunks = state["size"], state["chunks"]
     located.own_list(key, chunks)
     if not _is_shape(shape) or not all(_kind(chunk) == "ChunkStorageMetadata" for chunk in chunks):
-        raise CorruptError("a tensor's shape or chunks are malformed", param=key, found=repr(shape)[:100])
+        raise CorruptError("a tensor's shape or chunks are malformed", param=key, found=_shown(shape))
     dtype = _dtype(key, state["properties"])
     offsets = _table(key, [chunk.state["offsets"] for chunk in chunks], len(shape))
     sizes = _table(key, [chunk.state["sizes"] for chunk in chunks], len(shape))
@@ -311,12 +320,10 @@ def _matched(key: str, offsets: IntTable, kept: IntColumn, stored: IntTable) -> 
 def _table(key: str, rows: list[Value], dimensions: int) -> IntTable:
     for row in rows:
         if type(row) is not tuple or len(row) != dimensions:
-            raise CorruptError(
-                "a chunk has another number of dimensions than its tensor", param=key, found=f"{row!r:.80}"
-            )
+            raise CorruptError("a chunk has another number of dimensions than its tensor", param=key, found=_shown(row))
         for n in row:
             if type(n) is not int or not 0 <= n < 2**62:
-                raise CorruptError("a chunk's place or size is no sound number", param=key, found=f"{row!r:.80}")
+                raise CorruptError("a chunk's place or size is no sound number", param=key, found=_shown(row))
     return np.array(rows, np.int64).reshape(len(rows), dimensions)
 
 
@@ -330,7 +337,7 @@ def _dtype(key: str, properties: Value) -> str:
     state = properties.state
     dtype = state[0] if type(state) is tuple and state else properties.get("dtype")
     if type(dtype) is not Dtype:
-        raise CorruptError("a tensor's dtype is malformed", param=key, found=repr(dtype)[:100])
+        raise CorruptError("a tensor's dtype is malformed", param=key, found=_shown(dtype))
     return dtype.name
 
 

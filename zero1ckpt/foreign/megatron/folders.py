@@ -51,9 +51,12 @@ def iteration_folders(name: str) -> tuple[str, ...]:
 
 
 def whole(folder: Path) -> bool:
-    """Whether what Megatron writes last is there: ``metadata.json``, or of the legacy container the run's tracker."""
-    if container_of(folder) != "torch":
-        return (folder / _CONFIG).is_file()
+    """Whether what Megatron writes last is there: ``metadata.json`` (and the index), or of the legacy container the
+    run's tracker.
+    """
+    container = container_of(folder)
+    if container != "torch":
+        return (folder / _CONFIG).is_file() and (container != "torch_dist" or (folder / ".metadata").is_file())
     tracker = folder.parent / TRACKER
     try:
         text = tracker.read_text().strip()

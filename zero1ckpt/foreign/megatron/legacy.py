@@ -209,6 +209,9 @@ class _Builder:
         chosen, notice = assign_groups(params, groups.groups)
         params = [replace(param, group=g) for param, g in zip(params, chosen, strict=True)]
         slots = self.slots()
+        if not self.placed:
+            file = self.entries.store.label(self.one.rank.file(OPTIMIZER_FILE))
+            raise CorruptError("there is no optimizer state in the file", file=file)
         step = common_of(self.one.rank.state).iteration or 0 if groups.step is None else groups.step
         state = PartState(
             tuple(params), tuple(SlotSpec(s, "float32") for s in slots), step, groups.groups, loss_scale=loss_scale

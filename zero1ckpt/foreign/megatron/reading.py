@@ -193,6 +193,12 @@ def _buckets(entries: Entries, common: Common, content: bool, layout: LayoutFile
     notices = list(common.notices)
     of_parts: dict[str, list[str]] = {}
     steps = set()
+    if not raw_parts:
+        raise UnsupportedError(
+            "the checkpoint says that its optimizer lies in buckets, and holds none",
+            file=entries.path,
+            hint="it was saved without the optimizer, or entries are missing",
+        )
     missing = _missing_groups(entries, common, raw_parts)
     notices += missing
     for raw in raw_parts:
