@@ -17,12 +17,13 @@ from ..doctor.subject import Array, Damage, Piece, Sizes, Subject, SubjectParam
 from ..encodings.dcp_metadata import parse_metadata
 from ..foreign.megatron.boxes import BoxPlacement
 from ..foreign.megatron.common import chained_values, read_common
-from ..foreign.megatron.model import MegatronCheckpoint, MegatronPart
+from ..foreign.megatron.model import Doubt, MegatronCheckpoint, MegatronPart
 from ..foreign.megatron.weights import Weights
 from ..model.catalog import Catalog
 from ..model.protocols import Progress, Source
 from ..model.state import MAIN_PARAM
 from .diagnosis import Diagnosis, Mending
+from .megatron_verification import not_whole
 from .mending import write_mended
 from .stored import Stored, describe, resolve
 from .verification import Finding
@@ -57,7 +58,8 @@ def diagnose(path: str | os.PathLike[str], *, progress: Progress | None = None) 
     result.add(examine_together(list(result.subjects.values())))
     result.add(list(_repeated_checkpoint(stored)))
     if stored.megatron is not None:
-        result.notices += [Finding("reading", line) for line in stored.megatron.notices]
+        result.notices += [Finding("reading", line) for line in stored.megatron.notices if not isinstance(line, Doubt)]
+        result.findings += not_whole(stored)
         result.add(list(_padding(stored.megatron)))
     return result
 

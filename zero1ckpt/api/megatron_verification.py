@@ -12,6 +12,7 @@ from ..core.errors import CorruptError, Zero1CkptError
 from ..encodings.dcp_metadata import TensorEntry
 from ..encodings.torch_archive import Archive, check_member, read_archive
 from ..foreign.megatron.entries import Entries, StoredTensor
+from ..foreign.megatron.model import Doubt
 from ..model.catalog import Catalog
 from ..model.numeric import first_negative, first_nonfinite
 from ..model.protocols import Progress
@@ -23,7 +24,7 @@ from .megatron_weights import weights_catalog
 from .stored import Stored
 from .verification import NOT_NEGATIVE, Finding, Verification, in_parallel
 
-__all__ = ["check_megatron", "prove_archives"]
+__all__ = ["check_megatron", "not_whole", "prove_archives"]
 
 
 def check_megatron(
@@ -43,7 +44,9 @@ def check_megatron(
     assert stored.megatron is not None
     entries = stored.megatron.entries
     result.has_digests = False
-    result.notices += [Finding("megatron", line) for line in stored.megatron.notices]
+    lines = stored.megatron.notices
+    result.notices += [Finding("megatron", line) for line in lines if not isinstance(line, Doubt)]
+    result.findings += not_whole(stored)
     for tensor in entries.tensors.values():
         result.findings += _check_tensor(entries, tensor)
     for key in entries.objects:
@@ -62,6 +65,21 @@ def check_megatron(
         _check_values(stored, catalog, result, threads, window, progress)
     if not any(finding.kind == "unreadable" for finding in result.findings):
         _check_proof(stored, result)
+
+
+def not_whole(stored: Stored) -> Iterator[Finding]:
+    """State that is not certain or not there: doubts of the reader, and params without a slot that others have."""
+    assert stored.megatron is not None
+    for line in stored.megatron.notices:
+        if isinstance(line, Doubt):
+            yield Finding("not_whole", line)
+    for name, catalog in stored.catalogs.items():
+        state = catalog.state
+        for param, slot in sorted(state.absent):
+            spec, kind = state.params[param].name, state.slots[slot].name
+            yield Finding(
+                "missing_state", f"{spec}: there is no {kind} of it, and other params have one", name, spec, kind
+            )
 
 
 def _check_tensor(entries: Entries, tensor: StoredTensor) -> Iterator[Finding]:

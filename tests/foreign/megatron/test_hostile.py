@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import zero1ckpt
+from zero1ckpt.api.doctoring import diagnose
 from zero1ckpt.core.errors import CorruptError, UnsupportedError
 from zero1ckpt.encodings.dcp_metadata import dump_metadata, parse_metadata
 from zero1ckpt.foreign.megatron.folders import whole
@@ -78,3 +79,22 @@ def test_a_save_without_its_index_is_not_whole(corpus: Callable[..., Path], tmp_
     assert whole(path)
     (path / ".metadata").unlink()
     assert not whole(path)
+
+
+@pytest.mark.parametrize("lost", ["optimizer.state.exp_avg.head.weight", "optimizer.state.param.head.weight"])
+def test_a_slot_that_one_param_lacks_is_found(lost: str, tmp_path: Path, corpus: Callable[..., Path]) -> None:
+    """Everything but a conversion passed over it. The copy of a damaged save serves as well: its keys are all there."""
+    path = copied(corpus("v0161_toy_dp2_b2500", "fully_reshardable"), tmp_path)
+    kept(path, lambda key: key != lost)
+    found = zero1ckpt.verify(path)
+    assert ("missing_state", "head.weight") in {(f.kind, f.param) for f in found.findings}
+    assert ("missing_state", "head.weight") in {(f.kind, f.param) for f in diagnose(path).findings}
+
+
+def test_unequal_steps_are_found(corpus: Callable[..., Path], tmp_path: Path) -> None:
+    path = copied(corpus("v0161_toy_dp2_b2500", "dp_reshardable"), tmp_path)
+    metadata = parse_metadata((path / ".metadata").read_bytes())
+    left = {key: entry for key, entry in metadata.objects.items() if ".optimizer/" not in key}
+    (path / ".metadata").write_bytes(dump_metadata(replace(metadata, objects=left)))
+    assert "not_whole" in {f.kind for f in zero1ckpt.verify(path).findings}
+    assert "not_whole" in {f.kind for f in diagnose(path).findings}

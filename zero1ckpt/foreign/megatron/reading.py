@@ -138,7 +138,7 @@ def _chained_groups(entries: Entries, common: Common) -> tuple[GroupSet, tuple[s
     if len(steps) > 1:
         notices.append(Doubt(f"optimizers are at different steps: {', '.join(map(str, sorted(steps)))}"))
     if not sets:
-        notices.append("the checkpoint states no optimizer groups")
+        notices.append(Doubt("the checkpoint states no optimizer groups"))
     step = next(iter(steps)) if len(steps) == 1 else (max(steps) if steps else common.iteration)
     groups = tuple(group for one in sets for group in one.groups) or ({},)
     return GroupSet(groups, step), tuple(notices)
@@ -269,7 +269,7 @@ def part_options(
     entries: Entries, common: Common, raw: RawPart, keys: Sequence[str]
 ) -> tuple[PartOptions, tuple[str, ...]]:
     key = next((k for k in entries.objects if k.startswith(f"{raw.prefix}.optimizer/")), None)
-    found = GroupSet(({},), None, notices=("the checkpoint states no optimizer groups",))
+    found = GroupSet(({},), None, notices=(Doubt("the checkpoint states no optimizer groups"),))
     if key is not None:
         found = _groups_of(entries, key)
     args = common.args
