@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ..core.digest import crc64, format_digest, shift, tensor_digest
-from ..core.errors import CorruptError, MissingError, Zero1CkptError
+from ..core.errors import CorruptError, MissingError, UnsupportedError, Zero1CkptError
 from ..core.ranges import IntColumn
 from ..encodings.safetensors_file import tensor_cuts
 from ..encodings.tensor_file import check_tensor_file
@@ -124,6 +124,24 @@ def verify(
     return result
 
 
+def _check_comparable(a: Stored, b: Stored) -> None:
+    """Raises ``UnsupportedError`` where a Megatron checkpoint and another cut or name the same state in other ways: a
+    difference would then say nothing.
+    """
+    if a.megatron is None and b.megatron is None:
+        return
+    names = [{(part, p.name) for part, c in s.catalogs.items() for p in c.state.params} for s in (a, b)]
+    legacy = [s.manifest.container == "torch" for s in (a, b)]
+    if a.catalogs.keys() != b.catalogs.keys() or (legacy[0] != legacy[1] and names[0] != names[1]):
+        raise UnsupportedError(
+            "the two cannot be compared: they cut the state into other parts, or name its params in other ways",
+            file=a.path,
+            found=f"{len(a.catalogs)} parts, {a.manifest.format}",
+            expected=f"{len(b.catalogs)} parts, {b.manifest.format}",
+            hint="convert both --to megatron:fully_reshardable and compare these",
+        )
+
+
 def _differences(
     a: Stored,
     other: str | os.PathLike[str],
@@ -135,6 +153,7 @@ def _differences(
     from .comparison import compare, read_changed  # which imports findings from here
 
     b = describe(other, check_files=False)
+    _check_comparable(a, b)
     try:
         found = compare(a, b)
         result.notices += found.notices

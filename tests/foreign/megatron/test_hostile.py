@@ -98,3 +98,15 @@ def test_unequal_steps_are_found(corpus: Callable[..., Path], tmp_path: Path) ->
     (path / ".metadata").write_bytes(dump_metadata(replace(metadata, objects=left)))
     assert "not_whole" in {f.kind for f in zero1ckpt.verify(path).findings}
     assert "not_whole" in {f.kind for f in diagnose(path).findings}
+
+
+def test_parts_and_model_space_are_not_said_to_differ(corpus: Callable[..., Path], tmp_path: Path) -> None:
+    """The same state in two cuts was called different; compared in one cut it is the same."""
+    parts = corpus("v0161_gpt_tp2_dp2_b1", "dp_reshardable")
+    zero1ckpt.reshard(parts, tmp_path / "whole", format="megatron:fully_reshardable")
+    with pytest.raises(UnsupportedError, match="cannot be compared"):
+        zero1ckpt.verify(tmp_path / "whole", against=parts)
+    zero1ckpt.reshard(
+        corpus("v0161_gpt_tp2_dp2_b1", "legacy_torch"), tmp_path / "old", format="megatron:dp_reshardable"
+    )
+    assert zero1ckpt.verify(tmp_path / "old", against=parts)
