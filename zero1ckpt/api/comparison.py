@@ -466,11 +466,7 @@ def _compare_weights(made: Comparison, a: Stored, b: Stored) -> None:
     """The model's own tensors, where both are Megatron checkpoints."""
     if a.megatron is None and b.megatron is None:
         return
-    if (
-        a.megatron is None
-        or b.megatron is None
-        or (a.manifest.container == "torch") != (b.manifest.container == "torch")
-    ):
+    if a.megatron is None or b.megatron is None or a.by_rank != b.by_rank:
         what = "main params only" if a.megatron is None or b.megatron is None else "them by rank"
         message = f"the model's own weights were not compared: one side has {what}"
         made.notices.append(Finding("weights_not_compared", message))

@@ -25,10 +25,10 @@ def weights_catalog(checkpoint: MegatronCheckpoint, *, split: bool = False) -> C
     layers by layer, under the names that params have, and those of the only rank without its folder. Reads no data.
     """
     tensors = {key: checkpoint.entries.tensors[key] for key in checkpoint.model_keys}
-    folders = {key.partition("/")[0] for key in tensors} if checkpoint.container == "torch" else set()
+    folders = {key.partition("/")[0] for key in tensors} if checkpoint.by_rank else set()
     if split and len(folders) == 1:
         tensors = {key.partition("/")[2] or key: tensor for key, tensor in tensors.items()}
-    apart = split and checkpoint.container != "torch"  # whose ranks name layers by number
+    apart = split and not checkpoint.by_rank  # whose ranks name layers by number
     stacked = stacked_keys(tensors, _num_layers(checkpoint)) if apart else frozenset()
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
     slots = tuple(SlotSpec(WEIGHT, dtype) for dtype in dtypes)

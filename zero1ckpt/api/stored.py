@@ -89,6 +89,11 @@ class Stored:
         return next(part for part in self.manifest.parts if part.name == name)
 
     @property
+    def by_rank(self) -> bool:
+        """Whether params have the names that each rank of a Megatron job gave its own."""
+        return self.megatron is not None and self.megatron.by_rank
+
+    @property
     def digest(self) -> str | None:
         return self.manifest.digest or None
 

@@ -131,7 +131,7 @@ def _check_comparable(a: Stored, b: Stored) -> None:
     if a.megatron is None and b.megatron is None:
         return
     names = [{(part, p.name) for part, c in s.catalogs.items() for p in c.state.params} for s in (a, b)]
-    legacy = [s.manifest.container == "torch" for s in (a, b)]
+    legacy = [s.by_rank for s in (a, b)]
     if a.catalogs.keys() != b.catalogs.keys() or (legacy[0] != legacy[1] and names[0] != names[1]):
         raise UnsupportedError(
             "the two cannot be compared: they cut the state into other parts, or name its params in other ways",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 from ...core.boxes import Box
 from ...core.layout import BufferKey
@@ -163,9 +162,10 @@ class MegatronCheckpoint:
     notices: tuple[str, ...] = ()
 
     @property
+    def by_rank(self) -> bool:
+        """Whether each model-parallel rank's tensors stand under its own names, as in the legacy files."""
+        return self.container == "torch"
+
+    @property
     def source(self) -> ChunkSource:
         return ChunkSource(self.entries.store, self.entries.chunks)
-
-
-def numel_of(boxes: Sequence[KeyBox]) -> int:
-    return sum(prod(b.box.shape) for b in boxes)
